@@ -1,0 +1,252 @@
+"""The trainable model: float32 master weights, one optimizer step per batch of scored rollouts, a version per step.
+
+The gradient of a step does not depend on how it is cut into micro-batches: every token's weight in the step's loss is
+known before the first forward pass (`losses.token_weights`), and micro-batches only add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opd import batching, linear_loss, lora
+from opd.chat import eos_ids
+from opd.config import Config
+from opd.errors import TrainingError
+from opd.heads import Head, head_of
+from opd.linear_loss import TokenStats
+from opd.losses import token_weights
+from opd.models import choose_layout, load_model, load_tokenizer, predicting_hidden, resolve_device, resolve_dtype
+from opd.schedule import build_optimizer, learning_rate_at
+from opd.types import Rollout, ScoredRollout
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one call of `Student.update` did."""
+
+    loss: float
+    """Σ weight·loss over the step's tokens at the first pass, in nats (per token for token_mean)."""
+    grad_norm: float
+    """Global norm before clipping, last pass."""
+    learning_rate: float
+    stats: TokenStats
+    """Per-token values of all rollouts in (prompt, sample) order, from the first pass."""
+    weights: Tensor
+    """[T] the reducer's weights; 0 = masked."""
+    rollouts: list[ScoredRollout]
+    """The batch in that order."""
+
+
+class Student:
+    """The model that is trained, its optimizer, and the version that rollouts are stamped with."""
+
+    def __init__(self, config: Config, vocab_size: int) -> None:
+        settings = config.student
+        self.config = config
+        self.device = resolve_device(settings.device)
+        self.compute_dtype = resolve_dtype(settings.compute_dtype, self.device)
+        self.vocab_size = vocab_size
+        self.tokenizer = load_tokenizer(settings.model, settings.revision, "student")
+        self.model = load_model(settings.model, settings.revision, torch.float32, self.device, "student")
+        self.eos_ids = eos_ids(self.model.generation_config, self.tokenizer)
+        self.context_length: int | None = getattr(self.model.config, "max_position_embeddings", None)
+        self.packed = choose_layout(self.model, settings.attention, vocab_size, "student")
+        if settings.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        if settings.lora:
+            self.model = lora.wrap(self.model, settings.lora, config.run.seed)
+        self.trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.optimizer = build_optimizer(self.trainable, config.train)
+        self.version = 0
+
+    @property
+    def head(self) -> Head:
+        """The output head as it is now; its weight is the parameter itself, so gradients reach it."""
+        return head_of(self.model, self.vocab_size)
+
+    def compute(self) -> AbstractContextManager[Any]:
+        """The context in which matrix products run in `compute_dtype` from float32 weights."""
+        enabled = self.compute_dtype != torch.float32
+        return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=enabled)
+
+    def update(self, scored: Sequence[ScoredRollout], teacher_head: Head | None, *, diagnostics_k: int) -> Update:
+        """Takes `train.inner_epochs` optimizer steps on one batch and returns what they did.
+
+        Raises TrainingError when a loss or the gradient is not finite (no step is taken then), or when the options mask
+        every token.
+        """
+        scored = sorted(scored, key=lambda item: item.rollout.key)
+        weights = token_weights([item.rollout for item in scored], self.config.loss)
+        first: TokenStats | None = None
+        self.model.train()
+        for _ in range(self.config.train.inner_epochs):
+            self.optimizer.zero_grad(set_to_none=True)
+            stats = self._accumulate(scored, weights, first, teacher_head, diagnostics_k if first is None else 0)
+            first = first or stats
+            grad_norm = self._step()
+        self.model.eval()
+        assert first is not None
+        flat = torch.cat(weights)
+        return Update(
+            loss=float((first.loss.cpu() * flat).sum()),
+            grad_norm=grad_norm,
+            learning_rate=self.optimizer.param_groups[0]["lr"],
+            stats=first,
+            weights=flat,
+            rollouts=scored,
+        )
+
+    def _accumulate(
+        self,
+        scored: list[ScoredRollout],
+        weights: list[Tensor],
+        first: TokenStats | None,
+        teacher_head: Head | None,
+        diagnostics_k: int,
+    ) -> TokenStats:
+        """Adds the gradient of the whole step, micro-batch by micro-batch; returns its per-token values."""
+        lengths = [len(item.rollout.token_ids) for item in scored]
+        first_logprobs = None if first is None else first.logprob.split(lengths)
+        parts = []
+        for group in self._groups(range(len(scored)), lambda i: scored[i].rollout):
+            items = [scored[i] for i in group]
+            targets = batching.targets_of(
+                items,
+                [weights[i] for i in group],
+                None if first_logprobs is None else [first_logprobs[i] for i in group],
+                self.device,
+            )
+            with self.compute():
+                loss, stats = linear_loss.head_loss(
+                    self._hidden([item.rollout for item in items]),
+                    self.head,
+                    targets,
+                    self.config.loss,
+                    teacher_head=teacher_head,
+                    rollout_temperature=self.config.rollout.temperature,
+                    diagnostics_k=diagnostics_k,
+                )
+            self._require_finite_loss(loss, stats, items)
+            loss.backward()
+            parts.append(stats)
+        return join_stats(parts)
+
+    def _step(self) -> float:
+        """One AdamW step at the scheduled learning rate; returns the gradient's norm before clipping."""
+        limit = self.config.train.max_grad_norm
+        norm = torch.nn.utils.clip_grad_norm_(self.trainable.values(), limit if limit is not None else torch.inf)
+        if not torch.isfinite(norm):
+            bad = [name for name, p in self.trainable.items() if p.grad is not None and not p.grad.isfinite().all()]
+            raise TrainingError(
+                f"The gradient of step {self.version + 1} is not finite; no step was taken.",
+                where=", ".join(bad[:3]) + (f" and {len(bad) - 3} more parameters" if len(bad) > 3 else ""),
+                why="the loss was finite, so a product in the backward pass overflowed",
+                fix="lower train.learning_rate, or use student.compute_dtype=float32",
+            )
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate_at(self.version, self.config.train)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(norm)
+
+    def _require_finite_loss(self, loss: Tensor, stats: TokenStats, items: list[ScoredRollout]) -> None:
+        if torch.isfinite(loss):
+            return
+        position = int((~stats.loss.isfinite()).nonzero()[0]) if not stats.loss.isfinite().all() else 0
+        for item in items:
+            if position < len(item.rollout.token_ids):
+                break
+            position -= len(item.rollout.token_ids)
+        token = int(item.rollout.token_ids[position])
+        teacher = float(item.scores.sampled_logprobs[position])
+        raise TrainingError(
+            f"The loss of step {self.version + 1} is not finite; no step was taken.",
+            where=f"prompt {item.rollout.prompt.index}, sample {item.rollout.sample}, completion token {position} "
+            f"(id {token}, {self.tokenizer.decode([token])!r})",
+            why=f"the teacher gives this token a log-probability of {teacher:.4g}",
+            fix="a teacher that forbids tokens the student writes has no finite reverse KL; mask them with "
+            "loss.mask_token_ids, or use loss.divergence=jsd",
+        )
+
+    @torch.no_grad()
+    def measure(self, scored: Sequence[ScoredRollout], teacher_head: Head | None, *, diagnostics_k: int) -> TokenStats:
+        """Returns per-token values of scored rollouts, in their order, without touching weights or gradients."""
+        parts = []
+        for items in self._groups(scored, lambda item: item.rollout):
+            targets = batching.targets_of(items, [torch.ones(len(i.rollout.token_ids)) for i in items], None, self.device)
+            with self.compute():
+                _, stats = linear_loss.head_loss(
+                    self._hidden([item.rollout for item in items]),
+                    self.head,
+                    targets,
+                    self.config.loss,
+                    teacher_head=teacher_head,
+                    rollout_temperature=self.config.rollout.temperature,
+                    diagnostics_k=diagnostics_k,
+                )
+            parts.append(stats)
+        return join_stats(parts)
+
+    @torch.no_grad()
+    def topk_ids(self, rollouts: Sequence[Rollout], k: int) -> list[Tensor]:
+        """Returns the student's k most probable ids [T, k] at every completion token of every rollout."""
+        found: list[Tensor] = []
+        for group in self._groups(rollouts, lambda rollout: rollout):
+            with self.compute():
+                ids = linear_loss.topk_ids(self._hidden(group), self.head, k, self.config.loss.chunk_tokens)
+            found += ids.cpu().split([len(rollout.token_ids) for rollout in group])
+        return found
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields (name, tensor) of every weight under its plain Hugging Face name; adapters come merged, as copies."""
+        if self.config.student.lora:
+            yield from lora.merged_weights(self.model)
+        else:
+            yield from ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
+
+    def _groups(self, items: Any, rollout_of: Any) -> Iterator[list[Any]]:
+        def length(item: Any) -> int:
+            rollout = rollout_of(item)
+            return len(rollout.prompt.student_ids) + len(rollout.token_ids)
+
+        return batching.cut(items, length, self.config.train.microbatch_tokens, packed=self.packed)
+
+    def _hidden(self, rollouts: Sequence[Rollout]) -> Tensor:
+        pairs = [(rollout.prompt.student_ids, rollout.token_ids) for rollout in rollouts]
+        return predicting_hidden(self.model, batching.lay_out(pairs, packed=self.packed, device=self.device))
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """The tensors of a checkpoint: trained weights and the optimizer's moments, by parameter name."""
+        moments: dict[str, Tensor] = {}
+        for name, parameter in self.trainable.items():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                moments[f"{name}.{key}"] = value.detach()
+        return {"model": {name: p.detach() for name, p in self.trainable.items()}, "optimizer": moments}
+
+    @torch.no_grad()
+    def load_state(self, tensors: dict[str, dict[str, Tensor]], version: int) -> None:
+        """Restores what `state` gave; names and shapes have been checked by `checkpoint.load_checkpoint`."""
+        for name, parameter in self.trainable.items():
+            parameter.copy_(tensors["model"][name])
+        for name, parameter in self.trainable.items():
+            keys = [key for key in tensors["optimizer"] if key.rpartition(".")[0] == name]
+            if keys:
+                self.optimizer.state[parameter] = {
+                    key.rpartition(".")[2]: tensors["optimizer"][key].clone() for key in keys
+                }
+        self.version = version
+
+
+def join_stats(parts: Sequence[TokenStats]) -> TokenStats:
+    """Returns the per-token values of several micro-batches as one; a field that any of them lacks is None."""
+    joined = {}
+    for field in fields(TokenStats):
+        values = [getattr(part, field.name) for part in parts]
+        joined[field.name] = None if any(value is None for value in values) else torch.cat(values)
+    return TokenStats(**joined)

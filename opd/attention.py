@@ -1,7 +1,11 @@
-"""Attention over packed sequences: each attends to itself only, on any device, without padding and without an N × N mask.
+"""Attention over packed sequences, on any device, without padding and without an N × N mask.
 
-The function is registered with transformers under SEGMENTED. Without `segment_lengths` it is transformers' own SDPA
-attention, so generation with a cache goes on as usual.
+A packed row is a sequence of segments. Each attends to itself and to the segments it continues: a prompt that several
+completions share, or the beginning that several prompts share, is in the row once. Causal attention makes that exact: the
+hidden states of a prefix do not depend on what follows it.
+
+The function is registered with transformers under SEGMENTED. Without `segments` it is transformers' own SDPA attention,
+so generation with a cache goes on as usual.
 """
 
 from __future__ import annotations
@@ -12,6 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from opd.types import Segments
 
 SEGMENTED = "opd_segmented"
 
@@ -24,42 +30,47 @@ def segmented_attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    segment_lengths: tuple[int, ...] | None = None,
+    segments: Segments | None = None,
+    mask_cache: dict[tuple[int, int, int | None], Tensor | None] | None = None,
     sliding_window: int | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """Returns causal attention inside each segment, [1, N, heads, head_dim].
+    """Returns causal attention of every segment to itself and to those it continues, [1, N, heads, head_dim].
 
-    query [1, heads, N, head_dim], key and value [1, kv_heads, N, head_dim], N = sum of segment_lengths. attention_mask is
-    ignored when segment_lengths is given.
+    query [1, heads, N, head_dim], key and value [1, kv_heads, N, head_dim], N = the sum of the segments' lengths.
+    attention_mask is ignored when segments are given; mask_cache keeps this forward pass's masks from layer to layer.
     """
-    if segment_lengths is None:
+    if segments is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     groups = query.shape[1] // key.shape[1]
-    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     # split and cat are each other's backward; slices would each allocate a gradient of the whole length.
-    outputs = [
-        scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=(mask := _window_mask(q.shape[2], sliding_window, q.device)),
-            dropout_p=dropout,
-            is_causal=mask is None,
-            scale=scaling,
+    queries, keys, values = (
+        tensor.split(segments.lengths, dim=2)
+        for tensor in (query, repeat_kv(key, groups), repeat_kv(value, groups))
+    )
+    masks = {} if mask_cache is None else mask_cache
+    outputs = []
+    for number, q in enumerate(queries):
+        chain = segments.chain(number)
+        k, v = (torch.cat([part[i] for i in chain], dim=2) if len(chain) > 1 else part[number] for part in (keys, values))
+        kind = (q.shape[2], k.shape[2], sliding_window)
+        if kind not in masks:
+            masks[kind] = _mask(*kind, q.device)
+        mask = masks[kind]
+        outputs.append(
+            scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling
+            )
         )
-        for q, k, v in zip(*(tensor.split(segment_lengths, dim=2) for tensor in (query, key, value)), strict=True)
-    ]
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
 
-def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """[L, L] bool: causal and within the window; None where plain causal attention is the same."""
-    if window is None or length <= window:
+def _mask(length: int, visible: int, window: int | None, device: torch.device) -> Tensor | None:
+    """[L, visible] bool for queries that are the last L of `visible` positions; None where plain causal attention is the same."""
+    if length == visible and (window is None or length <= window):
         return None
-    position = torch.arange(length, device=device)
-    distance = position[:, None] - position[None, :]
-    return (distance >= 0) & (distance < window)
+    distance = torch.arange(visible - length, visible, device=device)[:, None] - torch.arange(visible, device=device)
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
 
 
 AttentionInterface.register(SEGMENTED, segmented_attention)

@@ -7,15 +7,19 @@ it is the one of the token before it; for the first completion token that is the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from opd.types import Microbatch, ScoredRollout, Targets
+from opd.types import Microbatch, ScoredRollout, Segments, Targets
 
 Item = TypeVar("Item")
+
+MIN_SHARED_TOKENS = 4
+"""A shorter common beginning costs more in attention calls than it saves."""
 
 
 def cut(
@@ -45,31 +49,74 @@ def lay_out(
 ) -> Microbatch:
     """Returns the (prompt ids, completion ids [T]) pairs laid out for one forward pass.
 
-    Padding goes to the right and is never attended to by a real token under causal attention, so neither layout needs an
-    attention mask. The last token of a sequence predicts nothing and is left out.
+    The last token of a sequence predicts nothing and is left out. Padding goes to the right, where no real token attends
+    to it, so neither layout needs an attention mask.
     """
-    rows, index, start = [], [], 0
-    inputs = [torch.cat([torch.tensor(prompt, dtype=torch.int64), ids])[:-1] for prompt, ids in sequences]
-    stride = max(len(row) for row in inputs)
-    for number, ((prompt, ids), row) in enumerate(zip(sequences, inputs, strict=True)):
-        if not len(prompt) or not len(ids):
-            raise ValueError("a sequence needs at least one prompt token and one completion token")
-        offset = start if packed else number * stride
-        index.append(torch.arange(len(ids)) + offset + len(prompt) - 1)
-        rows.append(torch.arange(len(row)))
-        start += len(row)
-    if packed:
-        input_ids, position_ids = torch.cat(inputs)[None], torch.cat(rows)[None]
-    else:
-        input_ids = pad_sequence(inputs, batch_first=True, padding_value=0)
-        position_ids = torch.arange(stride).expand(len(inputs), stride).contiguous()
-    return Microbatch(
-        input_ids=input_ids.to(device),
-        position_ids=position_ids.to(device),
-        segment_lengths=tuple(len(row) for row in rows) if packed else None,
-        predicting_index=torch.cat(index).to(device),
-        completion_lengths=tuple(len(ids) for _, ids in sequences),
+    if any(not len(prompt) or not len(ids) for prompt, ids in sequences):
+        raise ValueError("a sequence needs at least one prompt token and one completion token")
+    batch = _packed(sequences) if packed else _padded(sequences)
+    return replace(
+        batch,
+        input_ids=batch.input_ids.to(device),
+        position_ids=batch.position_ids.to(device),
+        predicting_index=batch.predicting_index.to(device),
     )
+
+
+def _padded(sequences: Sequence[tuple[Sequence[int], Tensor]]) -> Microbatch:
+    inputs = [torch.cat([torch.tensor(prompt), ids])[:-1] for prompt, ids in sequences]
+    rows = pad_sequence(inputs, batch_first=True, padding_value=0)
+    index = [
+        torch.arange(len(ids)) + number * rows.shape[1] + len(prompt) - 1
+        for number, (prompt, ids) in enumerate(sequences)
+    ]
+    positions = torch.arange(rows.shape[1]).expand(rows.shape).contiguous()
+    return Microbatch(rows, positions, None, torch.cat(index))
+
+
+def _packed(sequences: Sequence[tuple[Sequence[int], Tensor]]) -> Microbatch:
+    """One row: what all prompts begin with, then every distinct prompt followed by its completions."""
+    answers: dict[tuple[int, ...], list[int]] = {}
+    for number, (prompt, _) in enumerate(sequences):
+        answers.setdefault(tuple(prompt), []).append(number)
+    shared = _common_prefix(list(answers))
+    tokens, positions, lengths, parents = [], [], [], []
+
+    def add(ids: Sequence[int] | Tensor, start: int, parent: int) -> int:
+        """Appends a segment whose first token is at position `start`; an empty one is its parent."""
+        if not len(ids):
+            return parent
+        tokens.append(torch.as_tensor(ids, dtype=torch.int64))
+        positions.append(torch.arange(start, start + len(ids)))
+        lengths.append(len(ids))
+        parents.append(parent)
+        return len(lengths) - 1
+
+    index: list[Tensor] = [torch.empty(0, dtype=torch.int64)] * len(sequences)
+    root = add(next(iter(answers))[:shared], 0, -1)
+    for prompt, numbers in answers.items():
+        node = add(prompt[shared:], shared, root)
+        last_of_prompt = sum(lengths[: node + 1]) - 1
+        for number in numbers:
+            start = sum(lengths)
+            ids = sequences[number][1]
+            add(ids[:-1], len(prompt), node)
+            index[number] = torch.cat([torch.tensor([last_of_prompt]), torch.arange(start, start + len(ids) - 1)])
+    return Microbatch(
+        input_ids=torch.cat(tokens)[None],
+        position_ids=torch.cat(positions)[None],
+        segments=Segments(tuple(lengths), tuple(parents)),
+        predicting_index=torch.cat(index),
+    )
+
+
+def _common_prefix(prompts: Sequence[Sequence[int]]) -> int:
+    """How many tokens all prompts begin with; 0 for a single prompt, or where too few to be worth a segment."""
+    if len(prompts) < 2:
+        return 0
+    first, last = min(prompts), max(prompts)
+    length = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    return length if length >= MIN_SHARED_TOKENS else 0
 
 
 def targets_of(

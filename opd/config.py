@@ -6,9 +6,10 @@ generated from them. Reading recipes and overrides is the business of `recipes.p
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 
 
@@ -17,6 +18,7 @@ Divergence = Literal["reverse_kl", "forward_kl", "jsd"]
 Mass = Literal["tail", "renormalize", "weighted"]
 SupportOfName = Literal["student", "teacher", "union", "intersection"]
 Dtype = Literal["auto", "float32", "bfloat16"]
+PathOrName = Annotated[str, AfterValidator(os.path.expanduser)]
 
 
 class Section(BaseModel):
@@ -54,7 +56,7 @@ class LoraSettings(Section):
 class StudentSettings(Section):
     """The model that is trained."""
 
-    model: str = ""
+    model: PathOrName = ""
     """Folder or hub name of the student."""
     revision: str | None = None
     """Hub revision."""
@@ -75,7 +77,7 @@ class StudentSettings(Section):
 class TeacherSettings(Section):
     """The model that marks every token."""
 
-    model: str = ""
+    model: PathOrName = ""
     """Folder or hub name of the teacher."""
     revision: str | None = None
     """Hub revision."""
@@ -92,7 +94,7 @@ class TeacherSettings(Section):
 class DataSource(Section):
     """Where prompts come from. On the command line: `file.jsonl,prompt=question` or `hf://org/name@revision,name=main,split=train,prompt=question`."""
 
-    path: str
+    path: PathOrName
     """A .jsonl, .json, .csv or .parquet file, a folder saved by `datasets`, `hf://org/name`, or `-` for standard input (JSONL)."""
     prompt: str = "prompt"
     """Column with the prompt: a text or a list of chat messages."""

@@ -97,10 +97,10 @@ def decoder_of(model: Any) -> nn.Module:
 def predicting_hidden(model: Any, batch: Microbatch) -> Tensor:
     """Returns the hidden states [T, D] that predict the completion tokens; only they ever meet the head."""
     extra: dict[str, Any] = {}
-    if batch.segment_lengths is not None:
+    if batch.segments is not None:
         # A 4-D mask is passed on untouched, so transformers does not build an N × N one that nobody reads.
         blank = torch.empty(1, 1, 1, 1, device=batch.input_ids.device)
-        extra = {"segment_lengths": batch.segment_lengths, "attention_mask": blank}
+        extra = {"segments": batch.segments, "mask_cache": {}, "attention_mask": blank}
     output = decoder_of(model)(
         input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **extra
     ).last_hidden_state
@@ -120,10 +120,10 @@ def choose_layout(model: Any, wanted: str, vocab_size: int, role: str) -> bool:
 
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
-    pairs = [
-        ([int(i) for i in torch.randint(vocab_size, (p,), generator=generator)], torch.randint(vocab_size, (t,), generator=generator))
-        for p, t in ((3, 5), (4, 3))
-    ]
+    drawn = torch.randint(vocab_size, (24,), generator=generator)
+    prompt, other = drawn[:6].tolist(), drawn[6:10].tolist()
+    # Two completions of one prompt, and a prompt that begins like it: every kind of segment there is.
+    pairs = [(prompt, drawn[10:15]), (prompt, drawn[15:18]), (prompt[:4] + other, drawn[18:22])]
     expected = torch.cat([_released_logits(model, prompt, ids, vocab_size) for prompt, ids in pairs])
     head = head_of(model, vocab_size)
 

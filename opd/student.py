@@ -16,14 +16,20 @@ from torch import Tensor
 
 from opd import batching, linear_loss, lora
 from opd.chat import eos_ids
-from opd.config import Config
+from opd.config import Config, LossSettings
+from opd.diagnostics import engine_mismatch
 from opd.errors import TrainingError
 from opd.heads import Head, head_of
 from opd.linear_loss import TokenStats
 from opd.losses import token_weights
 from opd.models import choose_layout, load_model, load_tokenizer, predicting_hidden, resolve_device, resolve_dtype
+from opd.sampling import truncated_logprobs
 from opd.schedule import build_optimizer, learning_rate_at
-from opd.types import Rollout, ScoredRollout
+from opd.sync import check_mismatch
+from opd.types import Rollout, ScoredRollout, Targets
+
+VERIFIED_ROLLOUTS = 4
+"""Rollouts compared with the engine when truncation makes the comparison expensive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +45,10 @@ class Update:
     """Per-token values of all rollouts in (prompt, sample) order, from the first pass."""
     weights: Tensor
     """[T] the reducer's weights; 0 = masked."""
-    rollouts: list[ScoredRollout]
+    scored: list[ScoredRollout]
     """The batch in that order."""
+    engine_mismatch: float
+    """Nats a token between sampler and student, at the first pass (LOSSES section 8)."""
 
 
 class Student:
@@ -82,16 +90,22 @@ class Student:
         every token.
         """
         scored = sorted(scored, key=lambda item: item.rollout.key)
-        weights = token_weights([item.rollout for item in scored], self.config.loss)
+        rollouts = [item.rollout for item in scored]
+        weights = token_weights(rollouts, self.config.loss)
         first: TokenStats | None = None
+        mismatch = 0.0
         self.model.train()
         for _ in range(self.config.train.inner_epochs):
             self.optimizer.zero_grad(set_to_none=True)
             stats = self._accumulate(scored, weights, first, teacher_head, diagnostics_k if first is None else 0)
-            first = first or stats
+            if first is None:
+                first, mismatch = stats, self.verify_engine(
+                    rollouts, stats, truncated=self.config.rollout.truncates
+                )
             grad_norm = self._step()
         self.model.eval()
         assert first is not None
+        self.version += 1
         flat = torch.cat(weights)
         return Update(
             loss=float((first.loss.cpu() * flat).sum()),
@@ -99,7 +113,8 @@ class Student:
             learning_rate=self.optimizer.param_groups[0]["lr"],
             stats=first,
             weights=flat,
-            rollouts=scored,
+            scored=scored,
+            engine_mismatch=mismatch,
         )
 
     def _accumulate(
@@ -113,6 +128,7 @@ class Student:
         """Adds the gradient of the whole step, micro-batch by micro-batch; returns its per-token values."""
         lengths = [len(item.rollout.token_ids) for item in scored]
         first_logprobs = None if first is None else first.logprob.split(lengths)
+        temperature = self.config.rollout.temperature
         parts = []
         for group in self._groups(range(len(scored)), lambda i: scored[i].rollout):
             items = [scored[i] for i in group]
@@ -122,20 +138,32 @@ class Student:
                 None if first_logprobs is None else [first_logprobs[i] for i in group],
                 self.device,
             )
-            with self.compute():
-                loss, stats = linear_loss.head_loss(
-                    self._hidden([item.rollout for item in items]),
-                    self.head,
-                    targets,
-                    self.config.loss,
-                    teacher_head=teacher_head,
-                    rollout_temperature=self.config.rollout.temperature,
-                    diagnostics_k=diagnostics_k,
-                )
+            loss, stats = self._loss(items, targets, self.config.loss, teacher_head, temperature, diagnostics_k)
             self._require_finite_loss(loss, stats, items)
             loss.backward()
             parts.append(stats)
         return join_stats(parts)
+
+    def _loss(
+        self,
+        items: list[ScoredRollout],
+        targets: Targets,
+        settings: LossSettings,
+        teacher_head: Head | None,
+        rollout_temperature: float,
+        diagnostics_k: int,
+    ) -> tuple[Tensor, TokenStats]:
+        """The weighted loss of one micro-batch and its per-token values."""
+        with self.compute():
+            return linear_loss.head_loss(
+                self._hidden([item.rollout for item in items]),
+                self.head,
+                targets,
+                settings,
+                teacher_head=teacher_head,
+                rollout_temperature=rollout_temperature,
+                diagnostics_k=diagnostics_k,
+            )
 
     def _step(self) -> float:
         """One AdamW step at the scheduled learning rate; returns the gradient's norm before clipping."""
@@ -175,23 +203,49 @@ class Student:
         )
 
     @torch.no_grad()
-    def measure(self, scored: Sequence[ScoredRollout], teacher_head: Head | None, *, diagnostics_k: int) -> TokenStats:
+    def measure(
+        self,
+        scored: Sequence[ScoredRollout],
+        teacher_head: Head | None,
+        settings: LossSettings,
+        *,
+        rollout_temperature: float = 1.0,
+        diagnostics_k: int,
+    ) -> TokenStats:
         """Returns per-token values of scored rollouts, in their order, without touching weights or gradients."""
         parts = []
         for items in self._groups(scored, lambda item: item.rollout):
-            targets = batching.targets_of(items, [torch.ones(len(i.rollout.token_ids)) for i in items], None, self.device)
-            with self.compute():
-                _, stats = linear_loss.head_loss(
-                    self._hidden([item.rollout for item in items]),
-                    self.head,
-                    targets,
-                    self.config.loss,
-                    teacher_head=teacher_head,
-                    rollout_temperature=self.config.rollout.temperature,
-                    diagnostics_k=diagnostics_k,
-                )
-            parts.append(stats)
+            weights = [torch.ones(len(item.rollout.token_ids)) for item in items]
+            targets = batching.targets_of(items, weights, None, self.device)
+            parts.append(self._loss(items, targets, settings, teacher_head, rollout_temperature, diagnostics_k)[1])
         return join_stats(parts)
+
+    @torch.no_grad()
+    def verify_engine(self, rollouts: Sequence[Rollout], stats: TokenStats, *, truncated: bool) -> float:
+        """Returns the engine mismatch of rollouts that this version wrote; raises TrainingError above sync.max_mismatch.
+
+        When sampling truncates the distribution, the student's logits have to be truncated in the same way, which costs a
+        sort of the vocabulary: then only the first rollouts are compared.
+        """
+        settings = self.config.rollout
+        if not truncated:
+            ours, theirs = stats.sampling_logprob.cpu(), torch.cat([rollout.logprobs for rollout in rollouts])
+        else:
+            rollouts = rollouts[:VERIFIED_ROLLOUTS]
+            with self.compute():
+                hidden = self._hidden(rollouts)
+                logits = self.head.logits(hidden).float()
+            nucleus = truncated_logprobs(logits, settings.temperature, settings.top_k, settings.top_p, settings.min_p)
+            token_ids = torch.cat([rollout.token_ids for rollout in rollouts])
+            ours = nucleus.cpu().gather(1, token_ids[:, None])[:, 0]
+            theirs = torch.cat([rollout.logprobs for rollout in rollouts])
+            # A token at the very edge of the nucleus can fall outside the student's by rounding; it has no finite ratio.
+            inside = ours.isfinite()
+            if inside.float().mean() > 0.9:
+                ours, theirs = ours[inside], theirs[inside]
+        mismatch = float(engine_mismatch(ours, theirs).mean())
+        check_mismatch(mismatch, self.config.sync.max_mismatch, self.version)
+        return mismatch
 
     @torch.no_grad()
     def topk_ids(self, rollouts: Sequence[Rollout], k: int) -> list[Tensor]:

@@ -136,23 +136,40 @@ class Targets:
 
 
 @dataclass(frozen=True, slots=True)
+class Segments:
+    """The parts of a packed row. A segment continues its parent: it attends to it, and to what that one continues.
+
+    Example: two completions of one prompt are lengths (5, 3, 4), parents (-1, 0, 0).
+    """
+
+    lengths: tuple[int, ...]
+    """Tokens of each segment, in the order of the row."""
+    parents: tuple[int, ...]
+    """Number of the segment that each one continues; −1 = it begins a sequence."""
+
+    def chain(self, number: int) -> tuple[int, ...]:
+        """The segments that one attends to, from the beginning of its sequence to itself."""
+        chain = [number]
+        while (parent := self.parents[chain[-1]]) >= 0:
+            chain.append(parent)
+        return tuple(reversed(chain))
+
+
+@dataclass(frozen=True, slots=True)
 class Microbatch:
     """Some sequences laid out for one forward pass, and which hidden states predict which completion tokens.
 
-    Two layouts, told apart by `segment_lengths`: *packed* (one row, sequences back to back, attention kept inside each)
-    and *padded* (one right-padded row a sequence).
+    Two layouts: *packed* (one row of segments, shared prefixes once) and *padded* (one right-padded row a sequence).
 
-    Example, packed: prompts of 3 and 2 tokens with completions of 2 and 1 tokens give input_ids [1, 8],
-    position_ids [0 1 2 3 4 0 1 2], predicting_index [2 3 6] (flat), because the hidden state *before* a token predicts it.
+    Example, packed: two completions [7 8] and [9] of the prompt [1 2 3] give input_ids [1 2 3 7], segments of lengths
+    (3, 1), predicting_index [2 3 2]: the hidden state *before* a token predicts it, and the last token predicts nothing.
     """
 
     input_ids: Tensor
     """[R, L] int64."""
     position_ids: Tensor
     """[R, L] int64, from 0 in every sequence."""
-    segment_lengths: tuple[int, ...] | None
-    """Tokens of each packed sequence, in order; None in the padded layout."""
+    segments: Segments | None
+    """The parts of the packed row; None in the padded layout."""
     predicting_index: Tensor
     """[T] int64: flat index into R·L of the hidden state that predicts completion token t."""
-    completion_lengths: tuple[int, ...]
-    """Completion tokens of each sequence; they add up to T."""

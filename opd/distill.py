@@ -1,0 +1,255 @@
+"""On-policy distillation, in reading order.
+
+    prompts ─► the student writes completions ─► the teacher marks every token
+                      ▲                                      │
+                      └── verified weight sync ◄── one step ◄─┘
+
+The loss is a divergence between the two next-token distributions at every token *the student wrote*
+(`losses.py` has the formulas, with their sources). The gradient goes through the student's probabilities at those
+positions and not through the choice of the tokens, except for `loss.support: sampled`, which is a policy gradient.
+
+Where this departs from the papers: token ids travel from the sampler to the teacher and are never re-tokenised; a step
+has one denominator, the unmasked completion tokens of the whole step, however it is cut into micro-batches; and the
+sampler's log-probabilities are compared with the student's own at every step, before the optimizer moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from opd import batching
+from opd.checkpoint import load_checkpoint, save_checkpoint
+from opd.config import Config
+from opd.errors import CheckpointError
+from opd.interrupt import StopSignal
+from opd.pipeline import Pipeline, build_pipeline
+from opd.samplers import SamplingParams
+from opd.student import Student, Update
+from opd.summaries import Clock, length_values, per_token_values, position_means, token_means
+from opd.sync import push_weights
+from opd.teachers import request_for
+from opd.types import Rollout
+
+if TYPE_CHECKING:
+    from opd.display import Display
+    from opd.runs import RunDirectory
+    from opd.trackers import Trackers
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """How a run went."""
+
+    steps: int
+    """Optimizer steps taken in total."""
+    interrupted: bool
+    """Whether it was asked to stop before its last step; a checkpoint was saved."""
+    before: dict[str, float] | None
+    """The held-out evaluation before the first step."""
+    after: dict[str, float] | None
+    """The same after the last."""
+
+
+def distill(config: Config, run: RunDirectory, display: Display, trackers: Trackers, resume: Path | None) -> Summary:
+    """Trains the student and returns how it went; `resume` names the checkpoint to go on from."""
+    stages = build_pipeline(config, display.phase, display.warn)
+    student, sampler = stages.student, stages.sampler
+    state: dict[str, Any] = {"before": None}
+    if resume is not None:
+        state = restore(resume, stages)
+        run.rewind(student.version)
+
+    display.phase("sending the student's weights to the sampler")
+    push_weights(student, sampler)
+    if state["before"] is None and stages.evaluator is not None:
+        display.phase("evaluating the student before training")
+        state["before"] = evaluate(stages, run, display)
+
+    with StopSignal(display.warn) as stop:
+        saved = student.version
+        while student.version < config.train.steps and not stop.requested:
+            record = step(config, stages, run, diagnose=due(student.version, config.diagnostics.every))
+            run.append_metrics(record)
+            trackers.log(student.version, record)
+            display.step(record)
+            if due(student.version, config.checkpoint.every):
+                saved = save(config, stages, run, state)
+            if due(student.version, config.eval.every) and student.version < config.train.steps:
+                evaluate(stages, run, display)
+        if saved < student.version:
+            save(config, stages, run, state)
+
+    interrupted = student.version < config.train.steps
+    after = None
+    if not interrupted and stages.evaluator is not None:
+        display.phase("evaluating the student after training")
+        after = evaluate(stages, run, display)
+    return Summary(student.version, interrupted, state["before"], after)
+
+
+def step(config: Config, stages: Pipeline, run: RunDirectory, *, diagnose: bool) -> dict[str, Any]:
+    """Rollouts, scores, one update, one sync; returns the step's metrics."""
+    student, sampler, teacher = stages.student, stages.sampler, stages.teacher
+    number, start, clock = student.version + 1, perf_counter(), Clock()
+    diagnostics_k = config.diagnostics.k if diagnose else 0
+
+    prompts = stages.prompts.take(config.rollout.prompts)
+    rollouts = sampler.generate(prompts, sampling_params(config, student), step_seed(config.run.seed, number))
+    rollouts = with_supports(clock.pulling("rollout", rollouts), config, student)
+    scored = list(teacher.score(rollouts, request_for(config.loss, diagnostics_k)))
+    scored_at = perf_counter()
+
+    sampler.sleep()
+    update = student.update(scored, teacher.head, diagnostics_k=diagnostics_k)
+    updated_at = perf_counter()
+
+    sampler.wake()
+    push_weights(student, sampler)
+    end = perf_counter()
+
+    if config.run.save_rollouts:
+        run.write_rollouts(number, rollout_records(update, student))
+    return {
+        "step": number,
+        **update_values(update, config),
+        "rollout_seconds": clock.seconds["rollout"],
+        "score_seconds": scored_at - start - clock.seconds["rollout"],
+        "update_seconds": updated_at - scored_at,
+        "sync_seconds": end - updated_at,
+        "step_seconds": end - start,
+        "policy_version": student.version,
+        "dropped_prompts": stages.prompts.dropped,
+        "epoch": stages.prompts.epoch,
+        "peak_memory_gib": peak_memory_gib(student.device),
+    }
+
+
+def sampling_params(config: Config, student: Student) -> SamplingParams:
+    """Returns how the student writes: as configured, ended by its own end-of-sequence tokens."""
+    rollout, loss = config.rollout, config.loss
+    # The sampler's top K is the student's own only while nothing is cut off the distribution.
+    wants_ids = loss.support == "topk" and loss.topk.of != "teacher" and not rollout.truncates
+    return SamplingParams(
+        max_tokens=rollout.max_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        stop=tuple(rollout.stop),
+        stop_token_ids=tuple(dict.fromkeys((*student.eos_ids, *rollout.stop_token_ids))),
+        topk=loss.topk.k if wants_ids else 0,
+        group_size=rollout.group_size,
+    )
+
+
+def with_supports(rollouts: Iterable[Rollout], config: Config, student: Student) -> Iterator[Rollout]:
+    """Yields the rollouts with the student's top-K ids wherever the loss needs them and the sampler gave none."""
+    if config.loss.support != "topk" or config.loss.topk.of == "teacher":
+        yield from rollouts
+        return
+
+    def length(rollout: Rollout) -> int:
+        return len(rollout.prompt.student_ids) + len(rollout.token_ids)
+
+    for group in batching.cut(rollouts, length, config.train.microbatch_tokens, packed=student.packed):
+        missing = [rollout for rollout in group if rollout.topk_ids is None]
+        found = iter(student.topk_ids(missing, config.loss.topk.k) if missing else [])
+        yield from (r if r.topk_ids is not None else replace(r, topk_ids=next(found)) for r in group)
+
+
+def step_seed(run_seed: int, number: int) -> int:
+    """Returns the sampler's seed of a step; with the prompt's index and the sample it makes every draw reproducible."""
+    return (run_seed * 1_000_003 + number) % 2**31
+
+
+def update_values(update: Update, config: Config) -> dict[str, Any]:
+    """Returns the metrics of one update, means over the tokens that counted."""
+    mask = update.weights > 0
+    lengths = length_values([item.rollout for item in update.scored])
+    return {
+        "loss": update.loss,
+        **token_means(update.stats, update.scored, mask),
+        **lengths,
+        "masked_fraction": 1 - float(mask.float().mean()),
+        "grad_norm": update.grad_norm,
+        "learning_rate": update.learning_rate,
+        "engine_mismatch_nats": update.engine_mismatch,
+        "by_position": position_means(update.stats, update.scored, mask, config.diagnostics.position_edges),
+    }
+
+
+def rollout_records(update: Update, student: Student) -> Iterator[dict[str, Any]]:
+    """Yields one JSON line a rollout: its text, its ids and the values of every token."""
+    lengths = [len(item.rollout.token_ids) for item in update.scored]
+    values = per_token_values(update.stats, update.scored)
+    split = {name: value.split(lengths) for name, value in values.items()}
+    for number, item in enumerate(update.scored):
+        rollout = item.rollout
+        yield {
+            "prompt_index": rollout.prompt.index,
+            "sample": rollout.sample,
+            "prompt": student.tokenizer.decode(rollout.prompt.student_ids),
+            "completion": student.tokenizer.decode(rollout.token_ids),
+            "token_ids": rollout.token_ids.tolist(),
+            "finish_reason": rollout.finish_reason,
+            "policy_version": rollout.policy_version,
+            "sampler_logprobs": rounded(rollout.logprobs),
+            **{name: rounded(parts[number]) for name, parts in split.items()},
+        }
+
+
+def rounded(values: torch.Tensor) -> list[float]:
+    """Returns the values with the five decimals that anyone reads."""
+    return [round(value, 5) for value in values.tolist()]
+
+
+def evaluate(stages: Pipeline, run: RunDirectory, display: Display) -> dict[str, float]:
+    """Measures the student on the held-out prompts and writes the result beside the step metrics."""
+    assert stages.evaluator is not None
+    result = stages.evaluator.evaluate(stages.student, stages.sampler)
+    run.append_eval({"step": stages.student.version, **result.values, "by_position": result.by_position})
+    return result.values
+
+
+def due(number: int, every: int) -> bool:
+    """Whether something that happens every `every` steps (0 = never) happens at step `number`."""
+    return every > 0 and number % every == 0
+
+
+def save(config: Config, stages: Pipeline, run: RunDirectory, state: dict[str, Any]) -> int:
+    """Writes a checkpoint from which the run goes on as if nothing had happened; returns its step."""
+    student = stages.student
+    save_checkpoint(
+        run.checkpoints,
+        student.version,
+        student.state(),
+        {**state, "prompts": stages.prompts.state_dict(), "student": config.student.model},
+        keep_last=config.checkpoint.keep_last,
+    )
+    return student.version
+
+
+def restore(path: Path, stages: Pipeline) -> dict[str, Any]:
+    """Puts student, optimizer and prompt stream back to where a checkpoint was saved; returns the run's own state."""
+    student = stages.student
+    checkpoint = load_checkpoint(path, like=student.state())
+    if checkpoint.step < 0:
+        raise CheckpointError("The checkpoint has no step.", where=str(path))
+    student.load_state(checkpoint.tensors, checkpoint.step)
+    stages.prompts.load_state_dict(checkpoint.state["prompts"])
+    return {"before": checkpoint.state["before"]}
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Returns the most memory used so far: of the GPU, or of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -1,0 +1,102 @@
+"""Everything a run needs, built and checked in the order of what it costs: data, tokenizers, then models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from opd.chat import Renderer
+from opd.config import Config
+from opd.data import PromptStream, heldout_prompts, load_sources
+from opd.errors import PreflightError
+from opd.evals import Evaluator
+from opd.models import load_model_config, load_tokenizer
+from opd.samplers import Sampler, build_sampler
+from opd.student import Student
+from opd.teachers import Scorer, build_teacher
+from opd.vocab import compare
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """The stages of the loop."""
+
+    prompts: PromptStream
+    sampler: Sampler
+    teacher: Scorer
+    student: Student
+    evaluator: Evaluator | None
+
+
+def build_pipeline(config: Config, phase: Callable[[str], None], warn: Callable[[str], None]) -> Pipeline:
+    """Returns the stages of a run; every misfit that can be known without weights is raised before any are loaded.
+
+    `phase` is told what is going on, `warn` what a user should know. Raises DataError and PreflightError.
+    """
+    phase("reading the data")
+    rows = load_sources(config.data)
+    phase("comparing the tokenizers")
+    vocab_size = check_pair(config, warn)
+    student_tokenizer = load_tokenizer(config.student.model, config.student.revision, "student")
+    teacher_tokenizer = load_tokenizer(config.teacher.model, config.teacher.revision, "teacher")
+    renderer = Renderer(student_tokenizer, config.student.prompt, teacher_tokenizer, config.teacher.prompt)
+    heldout, rest = heldout_prompts(rows, renderer, config.data, config.eval.prompts, config.run.seed)
+    prompts = PromptStream(rest, renderer, config.data, config.run.seed)
+    phase(f"loading the teacher {config.teacher.model}")
+    teacher = build_teacher(config, vocab_size)
+    phase(f"loading the student {config.student.model}")
+    student = Student(config, vocab_size)
+    phase("starting the sampler")
+    sampler = build_sampler(config, student)
+    evaluator = Evaluator(config, heldout, teacher, teacher_writer(config, teacher)) if heldout else None
+    return Pipeline(prompts, sampler, teacher, student, evaluator)
+
+
+def check_pair(config: Config, warn: Callable[[str], None]) -> int:
+    """Returns the size of the vocabulary that student and teacher share, from tokenizers and configurations alone.
+
+    Raises PreflightError where the tokens differ, where a support is larger than the vocabulary, or where prompt and
+    completion do not fit into a model's context.
+    """
+    student, teacher = config.student, config.teacher
+    student_config = load_model_config(student.model, student.revision, "student").get_text_config()
+    teacher_config = load_model_config(teacher.model, teacher.revision, "teacher").get_text_config()
+    student_tokenizer = load_tokenizer(student.model, student.revision, "student")
+    teacher_tokenizer = load_tokenizer(teacher.model, teacher.revision, "teacher")
+    verdict = compare(student_tokenizer, teacher_tokenizer, student_config.vocab_size, teacher_config.vocab_size)
+    for finding in verdict.findings:
+        warn(finding)
+    for key, k in (("loss.topk.k", config.loss.topk.k), ("diagnostics.k", config.diagnostics.k)):
+        if k > verdict.shared_size:
+            raise PreflightError(
+                f"{key}={k} is larger than the vocabulary.",
+                where=f"{key}, {verdict.shared_size} tokens shared by {student.model} and {teacher.model}",
+                fix=f"use at most {verdict.shared_size}",
+            )
+    needed = config.data.max_prompt_tokens + max(config.rollout.max_tokens, config.eval.max_tokens)
+    for role, model_config in (("student", student_config), ("teacher", teacher_config)):
+        context = getattr(model_config, "max_position_embeddings", None)
+        if context is not None and needed > context:
+            raise PreflightError(
+                f"Prompt and completion can be longer than the {role}'s context of {context} tokens.",
+                where=f"data.max_prompt_tokens={config.data.max_prompt_tokens} + "
+                f"rollout.max_tokens={config.rollout.max_tokens} (or eval.max_tokens={config.eval.max_tokens})",
+                fix=f"make them add up to at most {context}",
+            )
+    return verdict.shared_size
+
+
+def teacher_writer(config: Config, teacher: Scorer) -> Sampler | None:
+    """Returns a sampler over the in-process teacher, for the evaluation on the teacher's own completions."""
+    from opd.samplers.hf import HfSampler
+    from opd.teachers.local import LocalTeacher
+
+    if not config.eval.teacher_completions or not isinstance(teacher, LocalTeacher):
+        return None
+    return HfSampler(
+        model=teacher.model,
+        vocab_size=teacher.vocab_size,
+        compute_dtype=teacher.dtype,
+        batch_size=config.hf.batch_size,
+        version=lambda: 0,
+    )

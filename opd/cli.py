@@ -1,0 +1,301 @@
+"""The command line: parse, call, print. Everything else is imported by the command that needs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from opd import __version__
+from opd.errors import EXIT_FAILED, ConfigError, OpdError
+
+# Rich help costs 150 ms of imports and draws boxes; plain help is also what a pipe wants.
+_PLAIN: dict[str, Any] = {"no_args_is_help": True, "rich_markup_mode": None}
+app = typer.Typer(
+    **_PLAIN,
+    pretty_exceptions_enable=False,
+    help="On-policy distillation: the student writes, the teacher marks every token, the student moves towards the teacher.",
+)
+recipes_app = typer.Typer(**_PLAIN, help="List, show and copy the recipes that come with opd.")
+config_app = typer.Typer(**_PLAIN, help="Show the resolved configuration, its JSON schema, or the meaning of a key.")
+app.add_typer(recipes_app, name="recipes")
+app.add_typer(config_app, name="config")
+
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RECIPE | KEY=VALUE]...",
+        help="Recipe files or names, later ones win; KEY=VALUE wins over all.",
+        show_default=False,
+    ),
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="One JSON document on standard output; progress goes to standard error.")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks (also OPD_DEBUG=1).")]
+
+_BUG = "This is a bug in opd; `opd env` and the traceback (--debug) are what a report needs."
+_LESS_MEMORY = (
+    "fix:   lower train.microbatch_tokens, teacher.batch_tokens, loss.chunk_tokens or vllm.gpu_memory_utilization, "
+    "or set student.gradient_checkpointing=true; a run with a checkpoint goes on with --resume and these settings"
+)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False) -> None:
+    if version:
+        print(f"opd {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def distill(
+    arguments: Arguments = None,
+    teacher: Annotated[str | None, typer.Option(metavar="MODEL", help="Folder or hub name of the teacher.")] = None,
+    student: Annotated[str | None, typer.Option(metavar="MODEL", help="Folder or hub name of the student.")] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="file.jsonl,prompt=COLUMN or hf://org/name,name=CONFIG,prompt=COLUMN or -; may be repeated.",
+        ),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of rollout, score, update and sync.")] = None,
+    learning_rate: Annotated[float | None, typer.Option("--learning-rate", "--lr", help="Peak learning rate.")] = None,
+    sampler: Annotated[str | None, typer.Option(help="auto, vllm or hf (transformers).")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of every random choice.")] = None,
+    output: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Run directory; default runs/<date>-<student>-<n>.")
+    ] = None,
+    resume: Annotated[
+        str | None, typer.Option(metavar="RUN", help="Go on with a run directory; auto: the newest with a checkpoint.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Remove an earlier run of the same name.")] = False,
+    json_output: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Distil a teacher into a student.
+
+    \b
+    opd distill --teacher Qwen/Qwen3-8B --student Qwen/Qwen3-0.6B --data prompts.jsonl,prompt=question
+    opd distill recipes/math.yaml rollout.max_tokens=2048 loss.support=full
+
+    All settings beside these options are written KEY=VALUE, as in a recipe; opd config show lists them.
+    """
+    with _reporting(json_output=json_output, debug=debug):
+        from opd.launch import Request, launch
+
+        flags = {
+            "teacher": teacher,
+            "student": student,
+            "data": data,
+            "steps": steps,
+            "learning-rate": learning_rate,
+            "sampler": sampler,
+            "seed": seed,
+            "output": output,
+        }
+        recipes, overrides = _sorted_out(arguments)
+        raise typer.Exit(launch(Request(recipes, overrides, flags, resume, force, json_output)))
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write.", show_default=False)],
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Keep LoRA adapters apart instead of merging them.")
+    ] = False,
+    json_output: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Write the newest checkpoint of a run as a Hugging Face folder."""
+    with _reporting(json_output=json_output, debug=debug):
+        from opd.export import export_run
+
+        written = export_run(run, folder, adapter=adapter)
+        print(json.dumps({"folder": str(written)}) if json_output else f"wrote {written}")
+
+
+@app.command()
+def env(json_output: Json = False, debug: Debug = False) -> None:
+    """Print what a bug report needs: versions, processor, GPUs, memory, commit."""
+    with _reporting(json_output=json_output, debug=debug):
+        from opd.env import as_text, environment
+
+        found = environment()
+        print(json.dumps(found, indent=2) if json_output else as_text(found))
+
+
+@recipes_app.command("ls")
+def recipes_ls(json_output: Json = False) -> None:
+    """List the shipped recipes."""
+    from opd.recipes import shipped_recipes
+
+    found = {name: _first_comment(path) for name, path in shipped_recipes().items()}
+    if json_output:
+        print(json.dumps(found, indent=2))
+        return
+    width = max((len(name) for name in found), default=0)
+    for name, line in found.items():
+        print(f"{name:<{width}}  {line}")
+
+
+@recipes_app.command("show")
+def recipes_show(
+    name: Annotated[str, typer.Argument(help="Name of a shipped recipe.", show_default=False)], debug: Debug = False
+) -> None:
+    """Print a recipe."""
+    with _reporting(debug=debug):
+        from opd.recipes import find_recipe
+
+        print(find_recipe(name).read_text(encoding="utf-8"), end="")
+
+
+@recipes_app.command("cp")
+def recipes_cp(
+    name: Annotated[str, typer.Argument(help="Name of a shipped recipe.", show_default=False)],
+    target: Annotated[
+        Path | None, typer.Argument(metavar="[FILE]", help="Where to; default ./NAME.yaml.", show_default=False)
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Copy a recipe, to be changed. A file that exists is not overwritten."""
+    with _reporting(debug=debug):
+        from opd.recipes import find_recipe
+
+        source = find_recipe(name)
+        file = target or Path(source.name)
+        file = file / source.name if file.is_dir() else file
+        try:
+            with file.open("x", encoding="utf-8") as copy:
+                copy.write(source.read_text(encoding="utf-8"))
+        except FileExistsError:
+            raise ConfigError(f"{file} exists.", fix=f"name another file: opd recipes cp {name} FILE") from None
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be written.", why=error.strerror or "") from error
+        print(f"wrote {file}")
+
+
+@config_app.command("show")
+def config_show(arguments: Arguments = None, debug: Debug = False) -> None:
+    """Print the configuration that recipes and overrides add up to, with the origin of every value."""
+    with _reporting(debug=debug):
+        from opd.recipes import load_config
+        from opd.resolved import resolved_yaml
+
+        recipes, overrides = _sorted_out(arguments)
+        loaded = load_config(recipes, overrides, complete=False)
+        for warning in loaded.warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+        print(resolved_yaml(loaded), end="")
+
+
+@config_app.command("schema")
+def config_schema() -> None:
+    """Print the JSON schema of a recipe."""
+    from opd.schema import json_schema
+
+    print(json.dumps(json_schema(), indent=2, ensure_ascii=False))
+
+
+@config_app.command("explain")
+def config_explain(
+    key: Annotated[str, typer.Argument(metavar="KEY", help="Such as loss.topk.mass or train.", show_default=False)],
+    debug: Debug = False,
+) -> None:
+    """Say what a key means, what it takes, and its default."""
+    with _reporting(debug=debug):
+        from opd.schema import explain
+
+        print(explain(key))
+
+
+def main() -> None:
+    """Entry point of the `opd` command."""
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that cannot show "‖" shows "?" and does not end a run.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    app(prog_name="opd")
+
+
+@contextmanager
+def _reporting(*, json_output: bool = False, debug: bool = False) -> Iterator[None]:
+    """Turns errors into what / where / why / fix on standard error (a document on standard output too) and the exit code."""
+    debug = debug or os.environ.get("OPD_DEBUG", "") not in ("", "0")
+    try:
+        yield
+    except (typer.Exit, KeyboardInterrupt):
+        raise
+    except OpdError as error:
+        if debug:
+            traceback.print_exc()
+        _print_error(error)
+        if json_output:
+            print(json.dumps({"error": _document(error), "exit_code": error.exit_code}, ensure_ascii=False))
+        raise typer.Exit(error.exit_code) from error
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        notes = getattr(error, "__notes__", [])
+        reason = (str(error).strip() or "no message").splitlines()[0]
+        lines = [f"{type(error).__name__}: {reason}", *(f"  {note}" for note in notes)]
+        # torch's OutOfMemoryError goes by its name: torch is not imported here.
+        out_of_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+        lines.append(f"  {_LESS_MEMORY if out_of_memory else _BUG}")
+        print(_red("error: ") + "\n".join(lines), file=sys.stderr)
+        if json_output:
+            print(
+                json.dumps(
+                    {
+                        "error": {"what": lines[0], "fix": lines[-1].strip().removeprefix("fix:").strip()},
+                        "exit_code": EXIT_FAILED,
+                    }
+                )
+            )
+        raise typer.Exit(EXIT_FAILED) from error
+
+
+def _print_error(error: OpdError) -> None:
+    print(_red("error: ") + error.what, file=sys.stderr)
+    for label, text in error.details():
+        print(f"  {label + ':':<6} {text}", file=sys.stderr)
+    for problem in getattr(error, "problems", []):
+        print(f"- {problem.what}", file=sys.stderr)
+        for label, text in problem.details():
+            print(f"  {label + ':':<6} {text}", file=sys.stderr)
+
+
+def _document(error: OpdError) -> dict[str, Any]:
+    problems = [_document(problem) for problem in getattr(error, "problems", [])]
+    return {"what": error.what, **dict(error.details())} | ({"problems": problems} if problems else {})
+
+
+def _red(text: str) -> str:
+    colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    return f"\x1b[31m{text}\x1b[0m" if colour else text
+
+
+def _sorted_out(arguments: list[str] | None) -> tuple[list[str], list[str]]:
+    """Returns the recipes and the overrides among the positional arguments: whatever holds `=` is an override."""
+    given = arguments or []
+    return [text for text in given if "=" not in text], [text for text in given if "=" in text]
+
+
+def _first_comment(recipe: Path) -> str:
+    first = recipe.read_text(encoding="utf-8").partition("\n")[0]
+    return first.lstrip("# ").rstrip() if first.startswith("#") else ""
+
+
+if __name__ == "__main__":
+    main()

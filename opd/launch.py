@@ -1,0 +1,110 @@
+"""One `opd distill` from the parsed command line to the exit code: configuration, run directory, loop, last panel."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from opd.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, OpdError
+from opd.recipes import LoadedConfig, load_config
+from opd.runs import RunDirectory
+from opd.trackers import open_trackers, require_installed
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the user asked of `opd distill`."""
+
+    recipes: Sequence[str] = ()
+    overrides: Sequence[str] = ()
+    flags: Mapping[str, Any] | None = None
+    """By the names in `recipes.FLAGS`; None = not given."""
+    resume: str | None = None
+    """A run directory or "auto"."""
+    force: bool = False
+    json_output: bool = False
+
+
+def launch(request: Request) -> int:
+    """Runs a distillation and returns the exit code; raises OpdError for what the user can act on.
+
+    A new run that stops before it measured anything, because of something the user can correct, leaves no directory.
+    """
+    run, loaded, checkpoint = _resumed(request) if request.resume else _new(request)
+    from opd.display import open_display
+
+    display = open_display(json_output=request.json_output, total_steps=loaded.config.train.steps)
+    try:
+        display.phase(f"run {run.path}")
+        for warning in loaded.warnings:
+            display.warn(warning)
+        from opd.distill import distill
+
+        trackers = open_trackers(loaded.config.run.trackers, run.path, loaded.config, display.warn)
+        try:
+            summary = distill(loaded.config, run, display, trackers, checkpoint)
+        finally:
+            trackers.close()
+        paths = {"run": str(run.path), "metrics": str(run.metrics_file), "checkpoints": str(run.checkpoints)}
+        resume = f"opd distill --resume {shlex.quote(str(run.path))}"
+        export = f"opd export {shlex.quote(str(run.path))} my-student"
+        display.summary(summary.before, summary.after, paths, [resume if summary.interrupted else export])
+        if request.json_output:
+            outcome = {"steps": summary.steps, "interrupted": summary.interrupted}
+            print(json.dumps({**paths, **outcome, "before": summary.before, "after": summary.after}))
+        return EXIT_INTERRUPTED if summary.interrupted else EXIT_DONE
+    except OpdError as error:
+        correctable = error.exit_code not in (EXIT_FAILED, EXIT_INTERRUPTED)
+        if not (correctable and not request.resume and run.discard_if_unused()):
+            run.record_error(traceback.format_exc())
+        raise
+    except KeyboardInterrupt:
+        display.close()
+        display.warn(f"Stopped at once. From the last checkpoint: opd distill --resume {shlex.quote(str(run.path))}")
+        raise
+    except Exception as error:
+        run.record_error(traceback.format_exc())
+        error.add_note(f"The traceback is in {run.error_file}")
+        raise
+    finally:
+        display.close()
+        run.close()
+
+
+def _new(request: Request) -> tuple[RunDirectory, LoadedConfig, Path | None]:
+    loaded = load_config(request.recipes, request.overrides, request.flags)
+    require_installed(loaded.config.run.trackers)
+    return RunDirectory.create(loaded, force=request.force), loaded, None
+
+
+def _resumed(request: Request) -> tuple[RunDirectory, LoadedConfig, Path | None]:
+    """The run as it was begun. Without a checkpoint it starts again from its first step."""
+    from opd.checkpoint import latest_checkpoint
+    from opd.resume import load_resumed, resolve_resume
+
+    assert request.resume is not None
+    if request.recipes or request.force:
+        given = request.recipes[0] if request.recipes else "--force"
+        raise ConfigError(
+            f"{given} cannot be used with --resume.",
+            why="a resumed run goes on with the configuration in its own directory",
+            fix=f"opd distill --resume {request.resume}, with key=value for the few things that may change",
+        )
+    folders = [text.partition("=")[2] for text in request.overrides if text.startswith("run.dir=")]
+    overrides = [text for text in request.overrides if not text.startswith("run.dir=")]
+    run = resolve_resume(request.resume, Path(folders[-1] if folders else "runs").expanduser())
+    loaded = load_resumed(run, overrides, request.flags or {})
+    require_installed(loaded.config.run.trackers)
+    run.lock()
+    checkpoint = latest_checkpoint(run.checkpoints)
+    if checkpoint is None:
+        run.rewind(-1)
+    if loaded.overrides:
+        run.note_overrides(loaded.overrides)
+        run.write_config(loaded)
+    return run, loaded, checkpoint

@@ -115,9 +115,11 @@ def step(config: Config, stages: Pipeline, run: RunDirectory, *, diagnose: bool)
 
     if config.run.save_rollouts:
         run.write_rollouts(number, rollout_records(update, student))
+    values = update_values(update, config)
     return {
         "step": number,
-        **update_values(update, config),
+        **values,
+        "tokens_per_second": values["tokens"] / (end - start),
         "rollout_seconds": clock.seconds["rollout"],
         "score_seconds": scored_at - start - clock.seconds["rollout"],
         "update_seconds": updated_at - scored_at,

@@ -23,7 +23,7 @@ class Evaluation:
     """One measurement of the student on the held-out prompts."""
 
     values: dict[str, float]
-    """Means on the student's own completions; keys that start with teacher_text_ are on the teacher's fixed completions."""
+    """Means on the student's own completions; those named teacher_text_ and teacher_completion_ are of the teacher's fixed completions."""
     by_position: dict[str, object]
     """The same by position in the student's completions."""
 
@@ -73,7 +73,7 @@ class Evaluator:
         lengths = length_values([item.rollout for item in scored])
         return {
             "teacher_text_reverse_kl": means.get("reverse_kl", means["reverse_kl_sampled"]),
-            "teacher_text_length_tokens": lengths["completion_length_tokens"],
+            "teacher_completion_length_tokens": lengths["completion_length_tokens"],
         }
 
     def _scored(self, rollouts: Iterable[Rollout]) -> list[ScoredRollout]:

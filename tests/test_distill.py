@@ -1,0 +1,141 @@
+"""Whole runs through the command line, with tiny models and the transformers sampler."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+UNREPEATABLE = ("_seconds", "per_second", "memory", "time")
+
+
+@pytest.fixture(scope="module")
+def arguments(two_models, prompts_file):
+    """`opd distill` on tiny models: a step takes a fraction of a second."""
+    student, teacher = two_models
+    return [
+        *("--student", str(student), "--teacher", str(teacher), "--data", f"{prompts_file},prompt=question"),
+        *("rollout.sampler=hf", "rollout.prompts=4", "rollout.group_size=2", "rollout.max_tokens=8"),
+        *("eval.prompts=4", "eval.max_tokens=8", "train.learning_rate=1e-3", "checkpoint.every=1"),
+        *("student.compute_dtype=float32", "teacher.dtype=float32", "loss.topk.k=8", "diagnostics.k=8"),
+    ]
+
+
+def opd(*arguments, check=True):
+    result = subprocess.run(
+        [sys.executable, "-m", "opd", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+    if check:
+        assert result.returncode == 0, result.stderr
+    return result
+
+
+def metrics_of(run):
+    records = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in record.items() if not any(mark in k for mark in UNREPEATABLE)} for record in records]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(arguments, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    opd("distill", *arguments, "train.steps=6", f"run.dir={folder}", "run.name=whole")
+    return folder / "whole"
+
+
+def test_a_run_leaves_metrics_rollouts_checkpoints_and_its_configuration(uninterrupted):
+    records = metrics_of(uninterrupted)
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    for record in records:
+        assert record["engine_mismatch_nats"] < 1e-5
+        assert 0 <= record["overlap"] <= 1
+    rollouts = [json.loads(line) for line in sorted(uninterrupted.glob("rollouts/*.jsonl"))[0].read_text().splitlines()]
+    assert len(rollouts) == 8
+    assert len(rollouts[0]["token_ids"]) == len(rollouts[0]["sampler_logprobs"])
+    assert (uninterrupted / "config.yaml").exists()
+    assert (uninterrupted / "env.json").exists()
+
+
+def test_training_brings_the_student_nearer_to_the_teacher(arguments, tmp_path):
+    result = opd("distill", *arguments, "train.steps=30", "loss.support=full", f"run.dir={tmp_path}", "--json")
+    summary = json.loads(result.stdout)
+    assert summary["after"]["reverse_kl"] < 0.8 * summary["before"]["reverse_kl"]
+    assert summary["after"]["overlap"] > summary["before"]["overlap"]
+    assert summary["after"]["teacher_text_reverse_kl"] < summary["before"]["teacher_text_reverse_kl"]
+
+
+def test_a_run_killed_at_any_moment_and_resumed_equals_the_one_that_was_not(arguments, uninterrupted, tmp_path):
+    generator = random.Random(os.getpid())
+    run = tmp_path / "killed"
+    command = [sys.executable, "-m", "opd", "distill", *arguments, "train.steps=6", f"run.dir={tmp_path}", "run.name=killed"]
+    wanted = generator.randint(1, 5)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    metrics = run / "metrics.jsonl"
+    while process.poll() is None:
+        if metrics.exists() and metrics.read_bytes().count(b"\n") >= wanted:
+            process.send_signal(signal.SIGKILL)
+            break
+    process.wait()
+    assert process.returncode == -signal.SIGKILL, f"the run ended before it could be killed at step {wanted}"
+    opd("distill", "--resume", run)
+    assert metrics_of(run) == metrics_of(uninterrupted)
+    assert sorted(p.name for p in run.glob("rollouts/*")) == sorted(p.name for p in uninterrupted.glob("rollouts/*"))
+
+
+def test_interrupting_saves_and_the_resumed_run_is_the_same(arguments, uninterrupted, tmp_path):
+    run = tmp_path / "stopped"
+    command = [sys.executable, "-m", "opd", "distill", *arguments, "train.steps=6", "checkpoint.every=0"]
+    process = subprocess.Popen(
+        [*command, f"run.dir={tmp_path}", "run.name=stopped"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+    metrics = run / "metrics.jsonl"
+    while process.poll() is None:
+        if metrics.exists() and metrics.read_bytes().count(b"\n") >= 2:
+            process.send_signal(signal.SIGINT)
+            break
+    _, errors = process.communicate()
+    assert process.returncode == 130, errors
+    assert "opd distill --resume" in errors
+    opd("distill", "--resume", run)
+    assert metrics_of(run) == metrics_of(uninterrupted)
+
+
+def test_a_run_folder_is_never_overwritten(arguments, uninterrupted):
+    before = (uninterrupted / "metrics.jsonl").read_text()
+    result = opd("distill", *arguments, f"run.dir={uninterrupted.parent}", "run.name=whole", check=False)
+    assert result.returncode == 2
+    for way_out in ("--resume", "--force", "run.name"):
+        assert way_out in result.stderr
+    assert (uninterrupted / "metrics.jsonl").read_text() == before
+
+
+def test_the_exported_student_loads_in_transformers(uninterrupted, tmp_path):
+    opd("export", uninterrupted, tmp_path / "exported")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
+    assert model(torch.arange(5)[None]).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ["loss.support=sampled", "rollout.temperature=0.7", "loss.sampler_correction=truncated"],
+        ["loss.support=sampled", "loss.sampled.baseline=kl", "train.inner_epochs=2", "loss.importance=clip"],
+        ["loss.topk.of=union", "loss.topk.mass=renormalize", "rollout.top_p=0.9"],
+        ["student.lora.rank=4", "loss.divergence=jsd"],
+        ["student.gradient_checkpointing=true", "loss.temperature=2", "loss.support=full"],
+        ["student.attention=padded", "student.lora.rank=2", "student.gradient_checkpointing=true"],
+    ],
+    ids=lambda extra: " ".join(extra),
+)
+def test_every_kind_of_run_goes_through(arguments, tmp_path, extra):
+    opd("distill", *arguments, "train.steps=2", f"run.dir={tmp_path}", "run.name=one", "eval.prompts=0", *extra)
+    assert len(metrics_of(tmp_path / "one")) == 2

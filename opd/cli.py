@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from opd import __version__
-from opd.errors import EXIT_FAILED, ConfigError, OpdError
+from opd.errors import EXIT_FAILED, ConfigError, Interrupted, OpdError
 
 # Rich help costs 150 ms of imports and draws boxes; plain help is also what a pipe wants.
 _PLAIN: dict[str, Any] = {"no_args_is_help": True, "rich_markup_mode": None}
@@ -267,7 +267,8 @@ def _reporting(*, json_output: bool = False, debug: bool = False) -> Iterator[No
 
 
 def _print_error(error: OpdError) -> None:
-    print(_red("error: ") + error.what, file=sys.stderr)
+    label = "" if isinstance(error, Interrupted) else _red("error: ")
+    print(label + error.what, file=sys.stderr)
     for label, text in error.details():
         print(f"  {label + ':':<6} {text}", file=sys.stderr)
     for problem in getattr(error, "problems", []):
@@ -295,7 +296,3 @@ def _sorted_out(arguments: list[str] | None) -> tuple[list[str], list[str]]:
 def _first_comment(recipe: Path) -> str:
     first = recipe.read_text(encoding="utf-8").partition("\n")[0]
     return first.lstrip("# ").rstrip() if first.startswith("#") else ""
-
-
-if __name__ == "__main__":
-    main()

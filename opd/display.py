@@ -173,7 +173,7 @@ class Display:
     def _row(self, record: Record, kl: float | None, left: str) -> None:
         digits = len(str(self._total_steps))
         exact = record.get("reverse_kl") is not None
-        columns = self._fitting(2 * digits + 1 + 11 + _TREND_STEPS + 4 + 8)
+        columns = self._fitting(2 * digits + 1 + 2 + 11 + 2 + _TREND_STEPS + 2 + 8)
         if self._rows % _HEADER_EVERY == 0:
             titles = [
                 f"{'step':>{2 * digits + 1}}",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opd.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, OpdError
+from opd.errors import EXIT_DONE, EXIT_FAILED, ConfigError, Interrupted, OpdError
 from opd.recipes import LoadedConfig, load_config
 from opd.runs import RunDirectory
 from opd.trackers import open_trackers, require_installed
@@ -50,22 +50,28 @@ def launch(request: Request) -> int:
             summary = distill(loaded.config, run, display, trackers, checkpoint)
         finally:
             trackers.close()
+        if summary.interrupted:
+            raise Interrupted(
+                f"Stopped after step {summary.steps} of {loaded.config.train.steps}; a checkpoint was saved.",
+                where=str(run.path),
+                fix=f"go on with: {_resume_command(run)}",
+            )
         paths = {"run": str(run.path), "metrics": str(run.metrics_file), "checkpoints": str(run.checkpoints)}
-        resume = f"opd distill --resume {shlex.quote(str(run.path))}"
         export = f"opd export {shlex.quote(str(run.path))} my-student"
-        display.summary(summary.before, summary.after, paths, [resume if summary.interrupted else export])
+        display.summary(summary.before, summary.after, paths, [export])
         if request.json_output:
-            outcome = {"steps": summary.steps, "interrupted": summary.interrupted}
-            print(json.dumps({**paths, **outcome, "before": summary.before, "after": summary.after}))
-        return EXIT_INTERRUPTED if summary.interrupted else EXIT_DONE
+            print(json.dumps({**paths, "steps": summary.steps, "before": summary.before, "after": summary.after}))
+        return EXIT_DONE
+    except Interrupted:
+        raise
     except OpdError as error:
-        correctable = error.exit_code not in (EXIT_FAILED, EXIT_INTERRUPTED)
+        correctable = error.exit_code != EXIT_FAILED
         if not (correctable and not request.resume and run.discard_if_unused()):
             run.record_error(traceback.format_exc())
         raise
     except KeyboardInterrupt:
         display.close()
-        display.warn(f"Stopped at once. From the last checkpoint: opd distill --resume {shlex.quote(str(run.path))}")
+        display.warn(f"Stopped at once. From the last checkpoint: {_resume_command(run)}")
         raise
     except Exception as error:
         run.record_error(traceback.format_exc())
@@ -84,9 +90,6 @@ def _new(request: Request) -> tuple[RunDirectory, LoadedConfig, Path | None]:
 
 def _resumed(request: Request) -> tuple[RunDirectory, LoadedConfig, Path | None]:
     """The run as it was begun. Without a checkpoint it starts again from its first step."""
-    from opd.checkpoint import latest_checkpoint
-    from opd.resume import load_resumed, resolve_resume
-
     assert request.resume is not None
     if request.recipes or request.force:
         given = request.recipes[0] if request.recipes else "--force"
@@ -95,6 +98,9 @@ def _resumed(request: Request) -> tuple[RunDirectory, LoadedConfig, Path | None]
             why="a resumed run goes on with the configuration in its own directory",
             fix=f"opd distill --resume {request.resume}, with key=value for the few things that may change",
         )
+    from opd.checkpoint import latest_checkpoint
+    from opd.resume import load_resumed, resolve_resume
+
     folders = [text.partition("=")[2] for text in request.overrides if text.startswith("run.dir=")]
     overrides = [text for text in request.overrides if not text.startswith("run.dir=")]
     run = resolve_resume(request.resume, Path(folders[-1] if folders else "runs").expanduser())
@@ -108,3 +114,7 @@ def _resumed(request: Request) -> tuple[RunDirectory, LoadedConfig, Path | None]
         run.note_overrides(loaded.overrides)
         run.write_config(loaded)
     return run, loaded, checkpoint
+
+
+def _resume_command(run: RunDirectory) -> str:
+    return f"opd distill --resume {shlex.quote(str(run.path))}"

@@ -204,7 +204,7 @@ def _override_value(path: KeyPath, written: str, origin: str) -> Any:
         return value
     if known.path in SOURCE_LISTS:
         return [_source(written)]
-    if known.is_list and written not in known.choices:
+    if known.is_list and not known.takes_word(written):
         # Brackets are patterns to some shells, so a,b is a list too.
         items = [yamls.parse(item, origin) for item in written.split(",")]
         texts = "texts" in known.kind

@@ -240,7 +240,7 @@ def _may_replace(path: Path, force: bool) -> None:
         raise RunDirectoryError(
             f"The run {path} exists.",
             why="a run is never overwritten",
-            fix=f"go on with it: --resume {path}; use another name: --output runs/NAME; or remove it: --force",
+            fix=f"go on with it: --resume {path}; use another name: --output runs/NAME or run.name=NAME; or remove it: --force",
         )
 
 

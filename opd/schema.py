@@ -83,6 +83,11 @@ class Key:
         """The names that are allowed, where the key takes one of a few."""
         return tuple(_literals(self.annotation))
 
+    def takes_word(self, text: str) -> bool:
+        """Whether `text` is a name that the key takes as it is, not as the item of a list."""
+        kinds = _choices_of(self.annotation)
+        return any(typing.get_origin(kind) is Literal and text in typing.get_args(kind) for kind in kinds)
+
     @property
     def kind(self) -> str:
         """The type in words, such as "a whole number ≥ 1, or null"."""
@@ -112,12 +117,14 @@ def dotted(path: Path) -> str:
 
 def nearest(name: str, limit: int = 3) -> list[str]:
     """Returns the keys whose full path or last part resembles `name`, best first."""
-    leaf = name.rpartition(".")[2]
+    section, _, leaf = name.rpartition(".")
     known = [OTHER_NAMES[leaf]] if leaf in OTHER_NAMES else []
     scored = []
     for path in keys():
-        own_leaf = path.rpartition(".")[2]
+        own_section, _, own_leaf = path.rpartition(".")
         score = max(_alike(name, path), _alike(leaf, own_leaf) - 0.05)
+        if section == own_section and _alike(leaf, own_leaf) > 0.5:
+            score += 0.25
         if score >= 0.7 and path not in known and not name.startswith(f"{path}."):
             scored.append((-score, path))
     return (known + [path for _, path in sorted(scored)])[:limit]

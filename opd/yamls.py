@@ -91,6 +91,8 @@ def _syntax_error(error: yaml.MarkedYAMLError, text: str, source: str) -> Config
         "indent with spaces, not tabs" if "\t" in written else "check the indentation, the quotes and the colons there"
     )
     why = error.problem or "it could not be read"
+    if error.context and error.context_mark:
+        why = f"{why} {error.context} that began at line {error.context_mark.line + 1}"
     return ConfigError("Not valid YAML.", where=f"{source}:{line + 1}", why=why, fix=fix)
 
 

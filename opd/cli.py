@@ -6,15 +6,15 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 
 from opd import __version__
-from opd.errors import EXIT_FAILED, ConfigError, Interrupted, OpdError
+from opd.errors import ConfigError, Interrupted, OpdError
 
 # Rich help costs 150 ms of imports and draws boxes; plain help is also what a pipe wants.
 _PLAIN: dict[str, Any] = {"no_args_is_help": True, "rich_markup_mode": None}
@@ -41,11 +41,13 @@ Json = Annotated[
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks (also OPD_DEBUG=1).")]
 
-_BUG = "This is a bug in opd; `opd env` and the traceback (--debug) are what a report needs."
 _LESS_MEMORY = (
-    "fix:   lower train.microbatch_tokens, teacher.batch_tokens, loss.chunk_tokens or vllm.gpu_memory_utilization, "
-    "or set student.gradient_checkpointing=true; a run with a checkpoint goes on with --resume and these settings"
+    "lower train.microbatch_tokens, teacher.batch_tokens, loss.chunk_tokens or vllm.gpu_memory_utilization, "
+    "or set student.gradient_checkpointing=true; a run goes on with --resume RUN and these settings"
 )
+
+Answer = Callable[..., None]
+"""Prints what a command has to say: a document under --json, a text otherwise."""
 
 
 @app.callback(invoke_without_command=True)
@@ -89,7 +91,7 @@ def distill(
 
     All settings beside these options are written KEY=VALUE, as in a recipe; opd config show lists them.
     """
-    with _reporting(json_output=json_output, debug=debug):
+    with _reporting(json_output=json_output, debug=debug) as answer:
         from opd.launch import Request, launch
 
         flags = {
@@ -103,7 +105,7 @@ def distill(
             "output": output,
         }
         recipes, overrides = _sorted_out(arguments)
-        raise typer.Exit(launch(Request(recipes, overrides, flags, resume, force, json_output)))
+        answer(launch(Request(recipes, overrides, flags, resume, force, json_output)))
 
 
 @app.command()
@@ -117,21 +119,21 @@ def export(
     debug: Debug = False,
 ) -> None:
     """Write the newest checkpoint of a run as a Hugging Face folder."""
-    with _reporting(json_output=json_output, debug=debug):
+    with _reporting(json_output=json_output, debug=debug) as answer:
         from opd.export import export_run
 
         written = export_run(run, folder, adapter=adapter)
-        print(json.dumps({"folder": str(written)}) if json_output else f"wrote {written}")
+        answer({"folder": str(written)}, f"wrote {written}")
 
 
 @app.command()
 def env(json_output: Json = False, debug: Debug = False) -> None:
     """Print what a bug report needs: versions, processor, GPUs, memory, commit."""
-    with _reporting(json_output=json_output, debug=debug):
+    with _reporting(json_output=json_output, debug=debug) as answer:
         from opd.env import as_text, environment
 
         found = environment()
-        print(json.dumps(found, indent=2) if json_output else as_text(found))
+        answer(found, as_text(found))
 
 
 @recipes_app.command("ls")
@@ -228,42 +230,56 @@ def main() -> None:
 
 
 @contextmanager
-def _reporting(*, json_output: bool = False, debug: bool = False) -> Iterator[None]:
-    """Turns errors into what / where / why / fix on standard error (a document on standard output too) and the exit code."""
-    debug = debug or os.environ.get("OPD_DEBUG", "") not in ("", "0")
-    try:
-        yield
-    except (typer.Exit, KeyboardInterrupt):
-        raise
-    except OpdError as error:
-        if debug:
-            traceback.print_exc()
-        _print_error(error)
+def _reporting(*, json_output: bool = False, debug: bool = False) -> Iterator[Answer]:
+    """Turns errors into what / where / why / fix on standard error, and the exit code.
+
+    Yields the function that prints a command's answer. With `json_output` it prints one document, errors are one too, and
+    nothing else reaches standard output, whatever the libraries print.
+    """
+    if debug:
+        # The environment, so that samplers and launch see it too.
+        os.environ["OPD_DEBUG"] = "1"
+    document_to = _reserved_stdout() if json_output else sys.stdout
+
+    def answer(document: dict[str, Any], text: str = "") -> None:
         if json_output:
-            print(json.dumps({"error": _document(error), "exit_code": error.exit_code}, ensure_ascii=False))
-        raise typer.Exit(error.exit_code) from error
-    except BrokenPipeError:
+            print(json.dumps(document, ensure_ascii=False), file=document_to, flush=True)
+        elif text:
+            print(text)
+
+    try:
+        yield answer
+    except (typer.Exit, KeyboardInterrupt, BrokenPipeError):
         raise
     except Exception as error:
-        if debug:
+        if os.environ.get("OPD_DEBUG", "") not in ("", "0"):
             traceback.print_exc()
-        notes = getattr(error, "__notes__", [])
-        reason = (str(error).strip() or "no message").splitlines()[0]
-        lines = [f"{type(error).__name__}: {reason}", *(f"  {note}" for note in notes)]
-        # torch's OutOfMemoryError goes by its name: torch is not imported here.
-        out_of_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-        lines.append(f"  {_LESS_MEMORY if out_of_memory else _BUG}")
-        print(_red("error: ") + "\n".join(lines), file=sys.stderr)
-        if json_output:
-            print(
-                json.dumps(
-                    {
-                        "error": {"what": lines[0], "fix": lines[-1].strip().removeprefix("fix:").strip()},
-                        "exit_code": EXIT_FAILED,
-                    }
-                )
-            )
-        raise typer.Exit(EXIT_FAILED) from error
+        known = error if isinstance(error, OpdError) else _unforeseen(error)
+        _print_error(known)
+        answer({"error": _document(known), "exit_code": known.exit_code})
+        raise typer.Exit(known.exit_code) from error
+
+
+def _reserved_stdout() -> TextIO:
+    """Returns the standard output as it is, and lets everything else that is printed go to standard error."""
+    reserved = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return reserved
+
+
+def _unforeseen(error: Exception) -> OpdError:
+    """Returns the one-line form of an error that nobody raised on purpose."""
+    reason = (str(error).strip() or "no message").splitlines()[0]
+    # torch's OutOfMemoryError goes by its name: torch is not imported here.
+    out_of_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return OpdError(
+        f"{type(error).__name__}: {reason}",
+        where=" ".join(getattr(error, "__notes__", [])),
+        why="" if out_of_memory else "this is a bug in opd",
+        fix=_LESS_MEMORY
+        if out_of_memory
+        else "report it with the output of `opd env` and the traceback (--debug shows it)",
+    )
 
 
 def _print_error(error: OpdError) -> None:

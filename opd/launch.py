@@ -1,8 +1,8 @@
-"""One `opd distill` from the parsed command line to the exit code: configuration, run directory, loop, last panel."""
+"""One `opd distill` after the command line is parsed: configuration, run directory, loop, last panel."""
 
 from __future__ import annotations
 
-import json
+import os
 import shlex
 import traceback
 from collections.abc import Mapping, Sequence
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opd.errors import EXIT_DONE, EXIT_FAILED, ConfigError, Interrupted, OpdError
+from opd.errors import EXIT_FAILED, ConfigError, Interrupted, OpdError
 from opd.recipes import LoadedConfig, load_config
-from opd.runs import RunDirectory
+from opd.runs import RunDirectory, json_values
 from opd.trackers import open_trackers, require_installed
 
 
@@ -30,8 +30,8 @@ class Request:
     json_output: bool = False
 
 
-def launch(request: Request) -> int:
-    """Runs a distillation and returns the exit code; raises OpdError for what the user can act on.
+def launch(request: Request) -> dict[str, Any]:
+    """Runs a distillation and returns what `--json` prints; raises OpdError for what the user can act on.
 
     A new run that stops before it measured anything, because of something the user can correct, leaves no directory.
     """
@@ -45,6 +45,7 @@ def launch(request: Request) -> int:
             display.warn(warning)
         from opd.distill import distill
 
+        _quieten()
         trackers = open_trackers(loaded.config.run.trackers, run.path, loaded.config, display.warn)
         try:
             summary = distill(loaded.config, run, display, trackers, checkpoint)
@@ -59,9 +60,8 @@ def launch(request: Request) -> int:
         paths = {"run": str(run.path), "metrics": str(run.metrics_file), "checkpoints": str(run.checkpoints)}
         export = f"opd export {shlex.quote(str(run.path))} my-student"
         display.summary(summary.before, summary.after, paths, [export])
-        if request.json_output:
-            print(json.dumps({**paths, "steps": summary.steps, "before": summary.before, "after": summary.after}))
-        return EXIT_DONE
+        measured = json_values({"before": summary.before, "after": summary.after})
+        return {**paths, "steps": summary.steps, **measured}
     except Interrupted:
         raise
     except OpdError as error:
@@ -71,7 +71,10 @@ def launch(request: Request) -> int:
         raise
     except KeyboardInterrupt:
         display.close()
-        display.warn(f"Stopped at once. From the last checkpoint: {_resume_command(run)}")
+        nothing_done = not request.resume and run.discard_if_unused()
+        display.warn(
+            "Stopped before the first step." if nothing_done else f"Stopped at once; go on with: {_resume_command(run)}"
+        )
         raise
     except Exception as error:
         run.record_error(traceback.format_exc())
@@ -118,3 +121,15 @@ def _resumed(request: Request) -> tuple[RunDirectory, LoadedConfig, Path | None]
 
 def _resume_command(run: RunDirectory) -> str:
     return f"opd distill --resume {shlex.quote(str(run.path))}"
+
+
+def _quieten() -> None:
+    """Keeps the libraries' own bars and notices out of the live view, unless OPD_DEBUG asks for everything."""
+    if os.environ.get("OPD_DEBUG", "") not in ("", "0"):
+        return
+    import datasets
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()

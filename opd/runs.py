@@ -273,16 +273,17 @@ def _read_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def _json_line(record: Mapping[str, Any]) -> str:
-    return json.dumps(_plain(record), ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(json_values(record), ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _plain(value: Any) -> Any:
+def json_values(value: Any) -> Any:
+    """Returns the value with null for every number that JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {name: _plain(inner) for name, inner in value.items()}
+        return {name: json_values(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
+        return [json_values(inner) for inner in value]
     return value
 
 

@@ -26,7 +26,7 @@ def check_mismatch(mismatch_nats: float, limit_nats: float, version: int) -> Non
     if math.isfinite(mismatch_nats) and mismatch_nats <= limit_nats:
         return
     raise TrainingError(
-        f"The sampler does not hold the student's weights: engine mismatch {mismatch_nats:.3g} nats/token.",
+        f"The sampler and the student disagree about the same tokens: engine mismatch {mismatch_nats:.3g} nats/token.",
         where=f"step {version + 1}, policy version {version}; the limit is sync.max_mismatch={limit_nats:g}",
         why="likely causes, in order: the engine kept old weights (a tied output head that was not reloaded, a reload "
         "that skipped a layer); it samples from another distribution (temperature, truncation or a penalty that the "

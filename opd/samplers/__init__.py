@@ -12,7 +12,7 @@ import importlib.util
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from opd.config import Config
 from opd.errors import PreflightError, TrainingError
@@ -168,10 +168,13 @@ def _hf(config: Config, student: Student) -> Sampler:
 
 
 def _vllm(config: Config, student: Student) -> Sampler:
-    from opd.models import resolve_dtype
-    from opd.samplers.vllm import VllmSampler
-
-    dtype = config.vllm.dtype
+    dtype, temperature = config.vllm.dtype, config.rollout.temperature
+    if not 0.01 <= temperature <= 2:
+        raise PreflightError(
+            "vLLM samples at temperatures between 0.01 and 2 only.",
+            where=f"rollout.temperature={temperature:g}",
+            fix="use a temperature in that range, or rollout.sampler=hf",
+        )
     needed = config.data.max_prompt_tokens + max(config.rollout.max_tokens, config.eval.max_tokens)
     if student.context_length is not None and needed > student.context_length:
         raise PreflightError(
@@ -181,6 +184,9 @@ def _vllm(config: Config, student: Student) -> Sampler:
             why=f"{config.student.model} has a context of {student.context_length} tokens",
             fix=f"make them add up to at most {student.context_length}",
         )
+    from opd.models import resolve_dtype
+    from opd.samplers.vllm import VllmSampler
+
     return VllmSampler(
         config.student.model,
         config.vllm,
@@ -191,4 +197,13 @@ def _vllm(config: Config, student: Student) -> Sampler:
         on_cpu=student.device.type == "cpu",
         reads_text=bool(config.rollout.stop),
         seed=config.run.seed,
+        **vocabulary_weights(student.model),
     )
+
+
+def vocabulary_weights(model: Any) -> dict[str, str]:
+    """Returns {"embedding": name, "head": name}: the plain Hugging Face names of the weights with one row a token."""
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    modules = {"embedding": base.get_input_embeddings(), "head": base.get_output_embeddings()}
+    names = {module: name for name, module in base.named_modules()}
+    return {role: f"{names[module]}.weight" for role, module in modules.items()}

@@ -23,11 +23,6 @@ from opd.errors import OpdError, PreflightError, TrainingError
 from opd.samplers import Capabilities, SamplingParams, check_prompts, draw_seed
 from opd.types import FinishReason, Prompt, Rollout
 
-EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
-VOCABULARY_ROWS = (EMBEDDING, HEAD, "lm_head.bias")
-"""Tensors with one row a token, which are cut to the shared vocabulary so that a padding id can never be sampled."""
-
 
 def prepare_environment() -> None:
     """Sets what vLLM reads when it is imported, leaving alone what the user has set."""
@@ -63,11 +58,14 @@ class VllmSampler:
         on_cpu: bool,
         reads_text: bool = False,
         seed: int = 0,
+        embedding: str = "model.embed_tokens.weight",
+        head: str = "lm_head.weight",
     ) -> None:
         """Starts the engine for the architecture that `model` names; its weights come with load_weights.
 
-        `context_length` bounds prompt and completion; `reads_text` loads the tokenizer, for stop strings. Raises
-        PreflightError when the engine does not start.
+        `context_length` bounds prompt and completion; `reads_text` loads the tokenizer, for stop strings; `embedding` and
+        `head` are the names of the two weights with one row a token, which are cut to `vocab_size` rows so that a padding
+        id can never be sampled. Raises PreflightError when the engine does not start.
         """
         self.vocab_size = vocab_size
         self.dtype = dtype
@@ -78,6 +76,7 @@ class VllmSampler:
             context_length=context_length,
         )
         self._reads_text = reads_text
+        self._embedding, self._head = embedding, head
         self._version: int | None = None
         self._calls = 0
         self._asleep = False
@@ -188,18 +187,18 @@ class VllmSampler:
 
     def _engine_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The tensors in the engine's type, cut to the shared vocabulary, with the head under its own name."""
-        embedding: Tensor | None = None
+        tied: Tensor | None = None
         has_head = False
         for name, tensor in named_tensors:
-            has_head = has_head or name == HEAD
-            if name in VOCABULARY_ROWS:
+            has_head = has_head or name == self._head
+            if name in (self._embedding, self._head, self._head.removesuffix("weight") + "bias"):
                 tensor = tensor[: self.vocab_size]
             tensor = tensor.to(self.dtype)
-            if name == EMBEDDING:
-                embedding = tensor
+            if name == self._embedding:
+                tied = tensor
             yield name, tensor
-        if not has_head and embedding is not None:
-            yield HEAD, embedding
+        if not has_head and tied is not None:
+            yield self._head, tied
 
     def _request(self, params: SamplingParams, k: int, seed: int) -> Any:
         """The engine's own parameters of one completion."""

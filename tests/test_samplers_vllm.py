@@ -28,7 +28,7 @@ from opd.types import Prompt
 
 VOCABULARY = 97
 PADDED = 128
-CONTEXT = 96
+CONTEXT = 320
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -36,7 +36,7 @@ SIZES = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "vocab_size": PADDED,
-    "max_position_embeddings": 128,
+    "max_position_embeddings": 512,
     "initializer_range": 0.2,
     "eos_token_id": 3,
 }
@@ -147,7 +147,7 @@ def test_pushed_weights_are_what_is_sampled_from_though_head_and_embedding_are_t
 
 
 def test_a_sync_forgets_the_cached_keys_and_values_of_shared_prefixes(sampler, models):
-    ids = tuple(int(i) for i in torch.randint(VOCABULARY, (80,), generator=torch.Generator().manual_seed(0)))
+    ids = tuple(int(i) for i in torch.randint(VOCABULARY, (300,), generator=torch.Generator().manual_seed(0)))
     params = SamplingParams(max_tokens=4)
 
     def error(model, version):
@@ -206,7 +206,7 @@ def test_a_call_that_is_left_early_leaves_nothing_behind(sampler):
     assert all(torch.equal(again[key].token_ids, expected[key].token_ids) for key in expected)
 
 
-@pytest.mark.parametrize(("length", "message"), [(0, "no tokens"), (90, "leaves no room for 12")])
+@pytest.mark.parametrize(("length", "message"), [(0, "no tokens"), (310, "leaves no room for 12")])
 def test_a_prompt_that_cannot_be_continued_is_named(sampler, length, message):
     ids = tuple(5 for _ in range(length))
     with pytest.raises(TrainingError, match=message) as caught:

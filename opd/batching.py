@@ -135,15 +135,13 @@ def targets_of(
     rollouts, scores = [item.rollout for item in scored], [item.scores for item in scored]
     token_ids, token_weights = joined([r.token_ids for r in rollouts]), joined(weights)
     sampler_logprobs = joined([r.logprobs for r in rollouts])
-    teacher_logprobs = joined([s.sampled_logprobs for s in scores])
-    assert token_ids is not None and token_weights is not None
-    assert sampler_logprobs is not None and teacher_logprobs is not None
+    assert token_ids is not None and token_weights is not None and sampler_logprobs is not None
     return Targets(
         token_ids=token_ids,
         weights=token_weights,
         sampler_logprobs=sampler_logprobs,
         first_logprobs=None if first_logprobs is None else joined(first_logprobs),
-        teacher_logprobs=teacher_logprobs,
+        teacher_logprobs=joined([s.sampled_logprobs for s in scores]),
         support_ids=joined([s.support_ids for s in scores], -1),
         support_logprobs=joined([s.support_logprobs for s in scores], -torch.inf),
         tail_logprobs=joined([s.tail_logprobs for s in scores]),

@@ -176,7 +176,7 @@ def update_values(update: Update, config: Config) -> dict[str, Any]:
     lengths = length_values([item.rollout for item in update.scored])
     return {
         "loss": update.loss,
-        **token_means(update.stats, update.scored, mask),
+        **token_means(update.stats, mask),
         **lengths,
         "masked_fraction": 1 - float(mask.float().mean()),
         "grad_norm": update.grad_norm,
@@ -189,7 +189,7 @@ def update_values(update: Update, config: Config) -> dict[str, Any]:
 def rollout_records(update: Update, student: Student) -> Iterator[dict[str, Any]]:
     """Yields one JSON line a rollout: its text, its ids and the values of every token."""
     lengths = [len(item.rollout.token_ids) for item in update.scored]
-    values = per_token_values(update.stats, update.scored)
+    values = per_token_values(update.stats)
     split = {name: value.split(lengths) for name, value in values.items()}
     for number, item in enumerate(update.scored):
         rollout = item.rollout

@@ -53,7 +53,7 @@ class Evaluator:
         stats = student.measure(scored, self.teacher.head, self.loss, diagnostics_k=self.config.diagnostics.k)
         rollouts = [item.rollout for item in scored]
         mask = torch.ones(len(stats.loss), dtype=torch.bool)
-        values = token_means(stats, scored, mask) | length_values(rollouts)
+        values = token_means(stats, mask) | length_values(rollouts)
         values["engine_mismatch_nats"] = student.verify_engine(rollouts, stats, truncated=False)
         if self.writer is not None:
             values |= self._on_teacher_text(student, self.writer)
@@ -69,7 +69,7 @@ class Evaluator:
             self._teacher_scored = self._scored(replace(r, prompt=by_index[r.prompt.index]) for r in written)
         scored = self._teacher_scored
         stats = student.measure(scored, self.teacher.head, self.loss, diagnostics_k=0)
-        means = token_means(stats, scored, torch.ones(len(stats.loss), dtype=torch.bool))
+        means = token_means(stats, torch.ones(len(stats.loss), dtype=torch.bool))
         lengths = length_values([item.rollout for item in scored])
         return {
             "teacher_text_reverse_kl": means.get("reverse_kl", means["reverse_kl_sampled"]),

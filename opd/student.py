@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from opd.config import Config, LossSettings
 from opd.diagnostics import engine_mismatch
 from opd.errors import TrainingError
 from opd.heads import Head, head_of
-from opd.linear_loss import TokenStats
+from opd.linear_loss import TokenStats, join_stats
 from opd.losses import token_weights
 from opd.models import choose_layout, load_model, load_tokenizer, predicting_hidden, resolve_device, resolve_dtype
 from opd.sampling import truncated_logprobs
@@ -186,13 +186,13 @@ class Student:
     def _require_finite_loss(self, loss: Tensor, stats: TokenStats, items: list[ScoredRollout]) -> None:
         if torch.isfinite(loss):
             return
-        position = int((~stats.loss.isfinite()).nonzero()[0]) if not stats.loss.isfinite().all() else 0
+        index = position = int((~stats.loss.isfinite()).to(torch.uint8).argmax())
         for item in items:
             if position < len(item.rollout.token_ids):
                 break
             position -= len(item.rollout.token_ids)
         token = int(item.rollout.token_ids[position])
-        teacher = float(item.scores.sampled_logprobs[position])
+        teacher = float(stats.teacher_logprob[index])
         raise TrainingError(
             f"The loss of step {self.version + 1} is not finite; no step was taken.",
             where=f"prompt {item.rollout.prompt.index}, sample {item.rollout.sample}, completion token {position} "
@@ -295,12 +295,3 @@ class Student:
                     key.rpartition(".")[2]: tensors["optimizer"][key].clone() for key in keys
                 }
         self.version = version
-
-
-def join_stats(parts: Sequence[TokenStats]) -> TokenStats:
-    """Returns the per-token values of several micro-batches as one; a field that any of them lacks is None."""
-    joined = {}
-    for field in fields(TokenStats):
-        values = [getattr(part, field.name) for part in parts]
-        joined[field.name] = None if any(value is None for value in values) else torch.cat(values)
-    return TokenStats(**joined)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from opd.diagnostics import by_position
+from opd.diagnostics import by_position, entropy_gap
 from opd.linear_loss import TokenStats
 from opd.types import Rollout, ScoredRollout
 
@@ -20,7 +20,6 @@ STATS_OF_METRIC = {
     "reverse_kl": "reverse_kl",
     "student_entropy": "entropy",
     "teacher_entropy": "teacher_entropy",
-    "entropy_gap": "entropy_gap",
     "support_mass_student": "support_mass_student",
     "support_mass_teacher": "support_mass_teacher",
     "overlap": "overlap",
@@ -52,21 +51,20 @@ class Clock:
             yield item
 
 
-def token_means(stats: TokenStats, scored: Sequence[ScoredRollout], mask: Tensor) -> dict[str, float]:
+def token_means(stats: TokenStats, mask: Tensor) -> dict[str, float]:
     """Returns the mean of every measured per-token value over the tokens where `mask` [T] is set."""
-    values = per_token_values(stats, scored)
+    values = per_token_values(stats)
     return {name: float(value[mask].mean()) for name, value in values.items()}
 
 
-def per_token_values(stats: TokenStats, scored: Sequence[ScoredRollout]) -> dict[str, Tensor]:
-    """Returns metric name → [T] values on the CPU, in the order of `scored`."""
-    teacher = torch.cat([item.scores.sampled_logprobs for item in scored]).cpu()
-    values = {"reverse_kl_sampled": stats.logprob.cpu() - teacher}
+def per_token_values(stats: TokenStats) -> dict[str, Tensor]:
+    """Returns metric name → [T] values on the CPU."""
+    values = {"reverse_kl_sampled": (stats.logprob - stats.teacher_logprob).cpu()}
     for metric, name in STATS_OF_METRIC.items():
         if (value := getattr(stats, name, None)) is not None:
             values[metric] = value.cpu().float()
     if "teacher_entropy" in values and "student_entropy" in values:
-        values["entropy_gap"] = (values["teacher_entropy"] - values["student_entropy"]).abs()
+        values["entropy_gap"] = entropy_gap(values["student_entropy"], values["teacher_entropy"])
     return values
 
 
@@ -75,7 +73,7 @@ def position_means(
 ) -> dict[str, Any]:
     """Returns the same means by position bucket: {"edges": […], metric: [mean per bucket, null where empty]}."""
     positions = torch.cat([torch.arange(len(item.rollout.token_ids)) for item in scored])[mask]
-    values = per_token_values(stats, scored)
+    values = per_token_values(stats)
     return {"edges": list(edges)} | {
         name: by_position(value[mask], positions, edges) for name, value in values.items()
     }

@@ -83,8 +83,8 @@ class ScoreRequest:
 class TeacherScores:
     """What the teacher says of one rollout. Fields that were not asked for are None."""
 
-    sampled_logprobs: Tensor
-    """[T] float32: log q(y_t)."""
+    sampled_logprobs: Tensor | None = None
+    """[T] float32: log q(y_t); None with `hidden`, from which the loss computes it."""
     support_ids: Tensor | None = None
     """[T, S] int64 ids of the support, −1 where a position has fewer than S (union and intersection)."""
     support_logprobs: Tensor | None = None
@@ -117,10 +117,10 @@ class Targets:
     """[T] float32: the reducer's weight of each token in the step's loss; 0 where masked."""
     sampler_logprobs: Tensor
     """[T] float32 log p_sampler(y)."""
-    first_logprobs: Tensor | None
+    first_logprobs: Tensor | None = None
     """[T] float32 log p_first(y) at loss.temperature from the first pass over this batch; None during that pass."""
-    teacher_logprobs: Tensor
-    """[T] float32 log q(y) at loss.temperature."""
+    teacher_logprobs: Tensor | None = None
+    """[T] float32 log q(y) at loss.temperature; None with teacher_hidden."""
     support_ids: Tensor | None = None
     """[T, S] int64, −1 = no id."""
     support_logprobs: Tensor | None = None

@@ -208,8 +208,7 @@ def test_the_teachers_own_prompt_is_scored_at_the_same_completion_tokens(two_mod
     teacher = build_teacher(config, VOCABULARY)
     longer = (60, 61, 62, 63, 1, 2)
     rollouts = [
-        replace(r, prompt=replace(r.prompt, teacher_ids=longer + r.prompt.student_ids))
-        for r in rollouts_of(VOCABULARY)
+        replace(r, prompt=replace(r.prompt, teacher_ids=longer + r.prompt.student_ids)) for r in rollouts_of(VOCABULARY)
     ]
     for item in teacher.score(rollouts, request_for(config.loss, 4)):
         prompt, ids = item.rollout.prompt.teacher_ids, item.rollout.token_ids

@@ -9,9 +9,7 @@ from __future__ import annotations
 import os
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
-
-
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
 Support = Literal["sampled", "topk", "full"]
 Divergence = Literal["reverse_kl", "forward_kl", "jsd"]
@@ -108,12 +106,31 @@ class DataSource(Section):
     """Relative share of the stream that this source makes up."""
 
 
+def _read_sources(value: Any, info: ValidationInfo) -> Any:
+    """A recipe may write a source as on the command line, and a single one without a list."""
+    from opd.errors import ConfigError
+    from opd.sources import parse_source
+
+    items = value if isinstance(value, list) else [value]
+    if not any(isinstance(item, str) for item in items):
+        return value
+    try:
+        return [parse_source(item) if isinstance(item, str) else item for item in items]
+    except ConfigError as error:
+        raise ValueError(f"data.{info.field_name}: {error.what.rstrip('.')} ({error.fix or error.where})") from error
+
+
+DataSources = Annotated[
+    list[DataSource], BeforeValidator(_read_sources, json_schema_input_type=str | list[str | DataSource])
+]
+
+
 class DataSettings(Section):
     """The prompts."""
 
-    train: list[DataSource] = Field(default_factory=list)
+    train: DataSources = Field(default_factory=list)
     """Sources of training prompts, mixed by weight."""
-    heldout: list[DataSource] = Field(default_factory=list)
+    heldout: DataSources = Field(default_factory=list)
     """Sources of held-out prompts for the evaluation. When empty, `eval.prompts` prompts are set aside from the training sources and never trained on."""
     max_prompt_tokens: Annotated[int, Field(ge=1)] = 1024
     """Prompts longer than this are handled as `overlong` says (the longer of the student's and the teacher's rendering counts)."""
@@ -239,18 +256,24 @@ class LossSettings(Section):
     def _combines(self) -> LossSettings:
         """What LOSSES forbids: each refusal gives its reason."""
         if self.support == "sampled" and self.divergence != "reverse_kl":
-            raise ValueError(f"support: sampled takes divergence: reverse_kl only, not {self.divergence}: the sampled token estimates no other gradient")
+            raise ValueError(
+                f"support: sampled takes divergence: reverse_kl only, not {self.divergence}: the sampled token estimates no other gradient"
+            )
         if self.support == "topk" and self.topk.mass == "weighted" and self.divergence != "reverse_kl":
             raise ValueError(f"topk.mass: weighted takes divergence: reverse_kl only, not {self.divergence}")
         if self.support == "topk" and self.topk.mass == "renormalize" and self.topk.k == 1:
             raise ValueError("topk.k: 1 with mass: renormalize is identically zero; use k ≥ 2 or mass: tail")
         if self.divergence == "jsd" and not 0 < self.jsd_beta < 1:
             pointer = "forward_kl" if self.jsd_beta <= 0 else "reverse_kl"
-            raise ValueError(f"jsd_beta: {self.jsd_beta} makes the divergence vanish; use divergence: {pointer}, or 0 < jsd_beta < 1")
+            raise ValueError(
+                f"jsd_beta: {self.jsd_beta} makes the divergence vanish; use divergence: {pointer}, or 0 < jsd_beta < 1"
+            )
         if self.importance == "clip" and self.support != "sampled":
             raise ValueError("importance: clip needs an advantage, so support: sampled; use importance: truncated")
         if self.importance == "clip" and self.sampled.estimator == "k2":
-            raise ValueError("importance: clip needs an advantage, so sampled.estimator: policy_gradient; use importance: truncated")
+            raise ValueError(
+                "importance: clip needs an advantage, so sampled.estimator: policy_gradient; use importance: truncated"
+            )
         return self
 
 

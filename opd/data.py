@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from opd.config import DataSettings, DataSource
 from opd.errors import ConfigError, DataError
-from opd.readers import Table, column_of, pick, read
+from opd.readers import Table, column_of, kind_of, pick, read
 from opd.sources import STDIN, nearest_names, parse_source, split_revision
 from opd.types import Prompt
 
@@ -27,6 +27,7 @@ __all__ = ["LoadedData", "LoadedSource", "PromptStream", "heldout_prompts", "loa
 
 USUAL_COLUMNS = ("question", "problem", "instruction", "messages", "query", "input", "text")
 """What data sets call the prompt, for the hint when the column is missing."""
+MESSAGE_FORM = 'every message is an object such as {"role": "user", "content": "How many legs has a spider?"}'
 CACHED_PROMPTS = 4096
 """Rendered prompts that a source remembers, so that small data sets are tokenised once."""
 
@@ -273,36 +274,16 @@ def _checked_prompt(row: dict[str, Any], column: str) -> str | list[dict[str, An
         return prompt
     if not isinstance(prompt, list):
         raise DataError(
-            f"The prompt is {_kind(prompt)}.",
+            f"The prompt is {kind_of(prompt)}.",
             fix="a prompt is a text or a list of chat messages; name another column with prompt=COLUMN",
         )
     if not prompt:
         raise DataError("The list of chat messages is empty.", fix="remove the row or give it a message")
     for number, message in enumerate(prompt, start=1):
         if not isinstance(message, dict):
-            raise DataError(f"Message {number} is {_kind(message)}, not an object.", fix=MESSAGE_FORM)
+            raise DataError(f"Message {number} is {kind_of(message)}, not an object.", fix=MESSAGE_FORM)
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
-                has = f"its {key} is {_kind(message[key])}" if key in message else f"it has {', '.join(message)}"
+                has = f"its {key} is {kind_of(message[key])}" if key in message else f"it has {', '.join(message)}"
                 raise DataError(f"Message {number} has no {key} that is a text.", why=has, fix=MESSAGE_FORM)
     return prompt
-
-
-MESSAGE_FORM = 'every message is an object such as {"role": "user", "content": "How many legs has a spider?"}'
-
-
-def _kind(value: Any) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "a boolean"
-        case int() | float():
-            return "a number"
-        case str():
-            return "a text"
-        case list():
-            return "a list"
-        case dict():
-            return "an object"
-    return f"of type {type(value).__name__}"

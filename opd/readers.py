@@ -70,20 +70,15 @@ def read(source: DataSource) -> Table:
 
 
 def _missing(path: Path) -> DataError:
+    what, where = "The file does not exist.", str(path)
     folder = path.parent
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", where) and not where.lower().endswith(KINDS):
+        return DataError(what, where=where, fix=f"for a data set of the Hugging Face hub write {HUB}{where}")
     if not folder.is_dir():
-        return DataError("The file does not exist.", where=str(path), why=f"there is no folder {folder} either")
+        return DataError(what, where=where, why=f"there is no folder {folder} either", fix="check the path")
     names = [entry.name for entry in folder.iterdir() if entry.is_dir() or entry.name.lower().endswith(KINDS)]
     close = nearest_names(path.name, names)
-    hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.name.lower().endswith(KINDS)
-    fix = (
-        f"did you mean {' or '.join(close)}?"
-        if close
-        else f"for a data set of the hub write {HUB}{path}"
-        if hub
-        else ""
-    )
-    return DataError("The file does not exist.", where=str(path), fix=fix or "check the path")
+    return DataError(what, where=where, fix=f"did you mean {' or '.join(close)}?" if close else "check the path")
 
 
 def _standard_input() -> Table:
@@ -127,7 +122,7 @@ def _json_line(raw: bytes, where: str) -> dict[str, Any] | None:
         raise DataError("The line is nested too deeply.", where=where) from error
     if not isinstance(value, dict):
         raise DataError(
-            f"The line is {_kind(value)}, not an object.",
+            f"The line is {kind_of(value)}, not an object.",
             where=where,
             fix='every line is one JSON object, such as {"prompt": "How many legs has a spider?"}',
         )
@@ -157,11 +152,11 @@ def _json(path: Path) -> Table:
             fix=f"a .json file is a list of objects{hint}",
         )
     if not isinstance(value, list):
-        raise DataError(f"The file is {_kind(value)}, not a list of rows.", where=str(path))
+        raise DataError(f"The file is {kind_of(value)}, not a list of rows.", where=str(path))
     for index, row in enumerate(value):
         if not isinstance(row, dict):
             raise DataError(
-                f"The row is {_kind(row)}, not an object.",
+                f"The row is {kind_of(row)}, not an object.",
                 where=f"{path}, row {index + 1}",
                 fix='a .json file is a list of objects, such as [{"prompt": "How many legs has a spider?"}]',
             )
@@ -310,9 +305,22 @@ def _around(text: str, position: int) -> str:
     return f"{'…' if start else ''}{text[start:stop]}{'…' if stop < len(text) else ''}"
 
 
-def _kind(value: Any) -> str:
-    names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a text", list: "a list"}
-    return names.get(type(value), type(value).__name__)
+def kind_of(value: Any) -> str:
+    """Returns what a JSON value is, in words for an error."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "a boolean"
+        case int() | float():
+            return "a number"
+        case str():
+            return "a text"
+        case list():
+            return "a list"
+        case dict():
+            return "an object"
+    return f"of type {type(value).__name__}"
 
 
 def _first_line(error: Exception) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from pydantic import ValidationError
+
 from opd.config import DataSource
 from opd.errors import ConfigError
 
@@ -52,8 +54,11 @@ def parse_source(text: str) -> DataSource:
                 "The revision is given twice.", where=text, fix="write it after @ or as revision=, not both"
             )
         values["revision"] = revision
-    # pydantic reads the weight; its error names the field.
-    return DataSource.model_validate({"path": path, **values})
+    try:
+        return DataSource.model_validate({"path": path, **values})
+    except ValidationError as error:
+        detail = error.errors()[0]
+        raise ConfigError(f"{detail['loc'][0]}={detail['input']}: {detail['msg']}.", where=text) from error
 
 
 def split_revision(path: str) -> tuple[str, str | None]:

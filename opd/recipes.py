@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from opd import config_checks, yamls
 from opd.config import Config
@@ -72,13 +72,12 @@ def load_config(
     problems: list[OpdError] = []
     layers = [_read_recipe(recipe, problems) for recipe in recipes]
     given = {name: value for name, value in (flags or {}).items() if value not in (None, [], ())}
-    flag_layer = _from_flags(given, problems)
+    flag_layer = _from_flags(given)
     override_layer = _from_overrides(overrides, problems)
     problems += _given_twice(flag_layer, override_layer)
     merged = _Layer()
     for layer in (*layers, flag_layer, override_layer):
         _merge(merged, layer)
-    _expand_home(merged.values)
 
     bad = check_keys(merged.values, merged.origins, problems)
     config, bad_values = validate(merged.values, merged.origins, problems)
@@ -148,7 +147,7 @@ def _read_recipe(name: Path | str, problems: list[OpdError]) -> _Layer:
     return _Layer(document.value, {key: f"{path}:{line}" for key, line in document.lines.items()})
 
 
-def _from_flags(given: Mapping[str, Any], problems: list[OpdError]) -> _Layer:
+def _from_flags(given: Mapping[str, Any]) -> _Layer:
     layer = _Layer()
     for name, value in given.items():
         origin = f"flag --{name}"
@@ -156,15 +155,6 @@ def _from_flags(given: Mapping[str, Any], problems: list[OpdError]) -> _Layer:
             folder = Path(value).expanduser()
             _set(layer, ("run", "dir"), str(folder.parent), origin)
             _set(layer, ("run", "name"), folder.name, origin)
-        elif name == "data":
-            sources = []
-            for text in value:
-                try:
-                    sources.append(_source(text))
-                except OpdError as error:
-                    error.where = error.where or f"{origin} {text}"
-                    problems.append(error)
-            _set(layer, ("data", "train"), sources, origin)
         else:
             section, _, leaf = FLAGS[name].partition(".")
             _set(layer, (section, leaf), value, origin)
@@ -195,6 +185,8 @@ def _override_value(path: KeyPath, written: str, origin: str) -> Any:
     known = key_at(path)
     if known is not None and known.is_text:
         return _text_value(written, origin)
+    if known is not None and known.path in SOURCE_LISTS and not written.startswith(("[", "{", "null")):
+        return written
     document = yamls.parse(written, origin)
     value = document.value
     if known is None or value is None:
@@ -202,8 +194,6 @@ def _override_value(path: KeyPath, written: str, origin: str) -> Any:
     if isinstance(value, (dict, list)):
         _restore_texts(value, path, yamls.Document(value, {}, {(*path, *k): v for k, v in document.texts.items()}))
         return value
-    if known.path in SOURCE_LISTS:
-        return [_source(written)]
     if known.is_list and not known.takes_word(written):
         # Brackets are patterns to some shells, so a,b is a list too.
         items = [yamls.parse(item, origin) for item in written.split(",")]
@@ -221,16 +211,6 @@ def _text_value(written: str, origin: str) -> str | None:
     if document.value is None:
         return None
     return document.texts.get((), written)
-
-
-def _source(text: str) -> dict[str, Any]:
-    """Returns a data source of the command line as the mapping that a recipe would hold."""
-    from opd.data import parse_source
-
-    try:
-        return parse_source(text).model_dump(exclude_unset=True)
-    except ValidationError as error:
-        raise ConfigError(f"{text} is not a data source.", why=error.errors()[0]["msg"]) from error
 
 
 def _restore_texts(value: Any, path: KeyPath, document: yamls.Document) -> None:
@@ -273,21 +253,6 @@ def _merge(base: _Layer, over: _Layer) -> None:
             base.origins |= {known: origin for known, origin in over.origins.items() if known[: len(here)] == here}
 
     lay(base.values, over.values, ())
-
-
-def _expand_home(values: dict[str, Any]) -> None:
-    """Expands `~` in paths, which no shell does behind an equals sign."""
-    data = values.get("data")
-    sources = [source for name in ("train", "heldout") for source in _items(data, name) if isinstance(source, dict)]
-    holders = [(values.get("student"), "model"), (values.get("teacher"), "model"), (values.get("run"), "dir")]
-    for mapping, name in holders + [(source, "path") for source in sources]:
-        if isinstance(mapping, dict) and isinstance(mapping.get(name), str) and mapping[name].startswith("~"):
-            mapping[name] = str(Path(mapping[name]).expanduser())
-
-
-def _items(mapping: Any, name: str) -> list[Any]:
-    items = mapping.get(name) if isinstance(mapping, dict) else None
-    return items if isinstance(items, list) else []
 
 
 def _given_twice(flags: _Layer, overrides: _Layer) -> list[OpdError]:

@@ -119,9 +119,28 @@ def test_a_data_source_is_written_the_same_on_the_flag_and_in_an_override():
     assert (by_flag[0].path, by_flag[0].prompt) == ("questions.jsonl", "question")
 
 
+def test_a_recipe_may_write_sources_as_on_the_command_line(recipe):
+    path = recipe("data:\n  train: [a.jsonl, 'b.jsonl,prompt=q']\n  heldout: c.jsonl\n")
+    data = load(path).config.data
+    assert [(source.path, source.prompt) for source in data.train] == [("a.jsonl", "prompt"), ("b.jsonl", "q")]
+    assert data.heldout[0].path == "c.jsonl"
+    assert load(overrides=["data.train=-"]).config.data.train[0].path == "-"
+
+
+def test_a_mistyped_source_gets_its_place_and_the_nearest_name(recipe):
+    for found, where in (
+        (problems(complete=True, data=["a.jsonl,promt=q"], student="a/b", teacher="a/b"), "flag --data"),
+        (problems(overrides=["data.train=a.jsonl,promt=q"]), "override data.train"),
+        (problems(path := recipe("data:\n  train: ['a.jsonl,promt=q']\n")), f"{path}:2"),
+    ):
+        (text,) = found
+        assert "did you mean prompt?" in text
+        assert where in text
+
+
 def test_home_is_expanded_where_no_shell_does_it():
-    config = load(overrides=["run.dir=~/x"], student="~/student", data=["~/prompts.jsonl"]).config
-    for path in (config.run.dir, config.student.model, config.data.train[0].path):
+    config = load(overrides=["teacher.model=~/teacher"], student="~/student", data=["~/prompts.jsonl"]).config
+    for path in (config.teacher.model, config.student.model, config.data.train[0].path):
         assert path.startswith(str(Path.home()))
 
 

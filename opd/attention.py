@@ -42,6 +42,8 @@ def segmented_attention(
     """
     if segments is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+    if kwargs.get("softcap") or kwargs.get("s_aux") is not None:
+        raise ValueError("softcapped scores and attention sinks are not computed here")
     groups = query.shape[1] // key.shape[1]
     # split and cat are each other's backward; slices would each allocate a gradient of the whole length.
     queries, keys, values = (

@@ -70,6 +70,9 @@ def load_model(model: str, revision: str | None, dtype: torch.dtype, device: tor
         loaded = AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype=dtype)
     except Exception as error:
         raise _load_error("model", model, role, error) from error
+    if getattr(loaded.config.get_text_config(), "attn_logit_softcapping", None):
+        # Only the plain implementation caps the scores; SDPA leaves the cap out without a word.
+        loaded.set_attn_implementation("eager")
     return loaded.to(device).eval()
 
 

@@ -20,6 +20,9 @@ def resolved_yaml(loaded: LoadedConfig) -> str:
         for name, value in mapping.items():
             here = (*path, name)
             key = key_at(here)
+            if path and isinstance(path[-1], int) and loaded.provenance.get(dotted(here)) == "default":
+                # What a data source was not told stays untold: `split` given for a file is an error.
+                continue
             lead, first = first, indent
             if isinstance(value, dict) and key is not None and key.is_section:
                 rows.append((f"{lead}{name}:", ""))

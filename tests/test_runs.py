@@ -38,6 +38,12 @@ def test_a_run_directory_holds_what_is_needed_to_repeat_it(load):
     assert environment["cpu"]["cores"] >= 1
 
 
+def test_the_kept_configuration_says_no_more_of_a_data_source_than_the_user_did(load):
+    run = RunDirectory.create(load())
+    (source,) = load_config([run.config_file]).config.data.train
+    assert source.model_fields_set == {"path"}
+
+
 def test_unnamed_runs_are_dated_named_after_the_student_and_counted(load, tmp_path):
     first, second = RunDirectory.create(load()), RunDirectory.create(load())
     assert first.path != second.path

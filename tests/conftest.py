@@ -15,7 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parent.parent
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unk|>")
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 \n.,?!:'-+*/=()"
-MERGES = [(" ", "t"), ("h", "e"), ("i", "n"), ("o", "r"), ("a", "n"), ("e", "r"), (" t", "he"), ("u", "s")]
+MERGES = [(" ", "t"), ("h", "e"), ("i", "n"), ("o", "r"), ("a", "n"), ("e", "r"), (" t", "he"), ("u", "s"), ("a", "t")]
 SHARED_TOKENS = 64
 PADDED_TOKENS = 80
 CHATML = (
@@ -30,7 +30,7 @@ def tiny_tokenizer():
     from transformers import PreTrainedTokenizerFast
 
     tokens = [*SPECIAL, *CHARACTERS, *("".join(pair) for pair in MERGES)]
-    assert len(tokens) == SHARED_TOKENS
+    assert len(tokens) == SHARED_TOKENS, len(tokens)
     vocabulary = {token: index for index, token in enumerate(tokens)}
     backend = Tokenizer(models.BPE(vocabulary, MERGES, unk_token="<|unk|>"))
     backend.normalizer = normalizers.Lowercase()

@@ -253,13 +253,13 @@ def _convert(gguf: Path, dtype: str, name: str, folder: Path) -> None:
     """Writes an ordinary Hugging Face folder (safetensors, tokenizer, chat template) from a GGUF file."""
     _say(f"converting {name} to {dtype}")
     os.environ["HF_HUB_OFFLINE"] = "1"
+    if not sys.stderr.isatty():
+        os.environ["TQDM_DISABLE"] = "1"
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     # What is saved is no longer quantised, and has to say so.
     model.hf_quantizer = None

@@ -178,6 +178,20 @@ def test_other_architectures_decode_with_their_own_caches():
             assert torch.allclose(rollout.logprobs, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize(("compute_dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
+def test_adapters_take_part(compute_dtype, tolerance):
+    peft = pytest.importorskip("peft")
+    wrapped = peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    for name, parameter in wrapped.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    sampler = sampler_of(wrapped, compute_dtype=compute_dtype)
+    for rollout in sampler.generate(prompts_of(), PLAIN, seed=1):
+        with torch.autocast("cpu", torch.bfloat16, enabled=compute_dtype == torch.bfloat16):
+            expected = logits_of(wrapped, rollout).float().log_softmax(-1)
+        assert torch.allclose(rollout.logprobs, expected.gather(1, rollout.token_ids[:, None])[:, 0], atol=tolerance)
+
+
 @pytest.mark.parametrize(("length", "message"), [(0, "no tokens"), (60, "leaves no room for 12")])
 def test_a_prompt_that_cannot_be_continued_is_named(model, length, message):
     ids = tuple(range(1, 1 + length))
@@ -213,6 +227,7 @@ def student_of(model):
     )
 
 
+@pytest.mark.filterwarnings("ignore:vLLM is installed")
 def test_without_vllm_auto_samples_with_transformers_and_asking_for_vllm_names_the_extra(model, monkeypatch):
     monkeypatch.setattr("opd.samplers.vllm_problem", lambda: "it is not installed")
     auto = build_sampler(Config(), student_of(model))

@@ -247,6 +247,23 @@ def test_temperatures_that_the_engine_does_not_take_are_refused_before_it_starts
         build_sampler(config, student)
 
 
+@pytest.mark.parametrize(
+    ("context_length", "kv_cache_gib", "reason"), [(4096, 0.1, "max_model_len"), (CONTEXT, 0.0001, "KV cache")]
+)
+def test_an_engine_that_does_not_start_says_why(models, tmp_path, context_length, kv_cache_gib, reason):
+    models[0].save_pretrained(tmp_path)
+    with pytest.raises(PreflightError, match="did not start") as caught:
+        VllmSampler(
+            str(tmp_path),
+            VllmSettings(cpu_kv_cache_gib=kv_cache_gib),
+            vocab_size=VOCABULARY,
+            dtype=torch.float32,
+            context_length=context_length,
+            on_cpu=True,
+        )
+    assert reason in caught.value.why
+
+
 def test_an_untied_model_with_biases_in_a_second_engine_that_writes_nothing_on_standard_output(tmp_path, capfd):
     model = model_of(2, Qwen2ForCausalLM, Qwen2Config, tied=False)
     torch.nn.init.normal_(model.model.layers[0].self_attn.q_proj.bias)
@@ -320,13 +337,11 @@ def test_special_tokens_may_be_written_as_stop_strings(smol):
 def test_a_sync_reaches_the_tied_head_of_smollm2(smol):
     model, tokenizer, sampler = smol
     ids = tuple(tokenizer("The capital of France is").input_ids)
-    params = SamplingParams(max_tokens=16, group_size=4)
+    params = SamplingParams(max_tokens=16, group_size=2)
     moved = copy.deepcopy(model)
     with torch.no_grad():
-        generator = torch.Generator().manual_seed(0)
-        for parameter in moved.parameters():
-            parameter.add_(0.02 * parameter.std() * torch.randn(parameter.shape, generator=generator))
         moved.model.embed_tokens.weight[:1000] *= 1.2
+        moved.model.layers[7].mlp.down_proj.weight *= 1.1
     assert moved.lm_head.weight is moved.model.embed_tokens.weight
     assert all(smol_error(model, rollout) < 1e-3 for rollout in sampler.generate([Prompt(0, ids, ids)], params, seed=1))
     sampler.load_weights(weights_of(moved), 1)

@@ -152,7 +152,7 @@ class HfSampler:
     def _draw(self, logits: Tensor, rows: list[Row], params: SamplingParams) -> Tensor:
         """Appends one token to every row and returns them [rows]: inverse CDF of one uniform number a row."""
         logprobs = truncated_logprobs(logits, params.temperature, params.top_k, params.top_p, params.min_p)
-        cumulative = logprobs.double().exp().cumsum(-1)
+        cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
         total = cumulative[:, -1:]
         if not torch.isfinite(total).all():
             bad = rows[int((~torch.isfinite(total[:, 0])).nonzero()[0])]

@@ -25,16 +25,19 @@ from opd.types import FinishReason, Prompt, Rollout
 
 
 def prepare_environment() -> None:
-    """Sets what vLLM reads when it is imported, leaving alone what the user has set."""
+    """Sets what vLLM reads when it is imported, leaving alone what the user has set.
+
+    Only one setting is not the user's choice: the engine has to live in this process to take tensors from it.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     defaults = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         # vLLM reduces the whole process to one thread where this is unset.
         "OMP_NUM_THREADS": str(torch.get_num_threads()),
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     }
-    if not os.environ.get("OPD_DEBUG"):
+    if os.environ.get("OPD_DEBUG", "") in ("", "0"):
         defaults["VLLM_LOGGING_LEVEL"] = "ERROR"
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
     for name, value in defaults.items():
@@ -109,7 +112,7 @@ class VllmSampler:
             raise PreflightError(
                 "The vLLM engine did not start.",
                 where=f"student.model={model}, vllm.*",
-                why=(str(error).strip() or type(error).__name__).splitlines()[0],
+                why=_reason(error),
                 fix="give it memory (vllm.gpu_memory_utilization, or vllm.cpu_kv_cache_gib on a CPU), see its log with "
                 "OPD_DEBUG=1, or use rollout.sampler=hf",
             ) from error
@@ -247,6 +250,13 @@ def _rollout(completion: Any, prompt: Prompt, sample: int, k: int, version: int)
         policy_version=version,
         topk_ids=ids[:, 1:].contiguous() if k else None,
     )
+
+
+def _reason(error: Exception) -> str:
+    """Returns the first sentence of an engine error that says something; pydantic wraps it in a heading and a footer."""
+    lines = [line.strip().removeprefix("Value error, ") for line in str(error).splitlines() if line.strip()]
+    found = next((line for line in lines if "validation error" not in line), type(error).__name__)
+    return found.partition(" [type=")[0].partition(". ")[0]
 
 
 def _start(model: str, options: dict[str, Any]) -> Any:

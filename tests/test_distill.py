@@ -23,7 +23,7 @@ def arguments(two_models, prompts_file):
         *("--student", str(student), "--teacher", str(teacher), "--data", f"{prompts_file},prompt=question"),
         *("rollout.sampler=hf", "rollout.prompts=4", "rollout.group_size=2", "rollout.max_tokens=8"),
         *("eval.prompts=4", "eval.max_tokens=8", "train.learning_rate=1e-3", "checkpoint.every=1"),
-        *("student.compute_dtype=float32", "teacher.dtype=float32", "loss.topk.k=8", "diagnostics.k=8"),
+        *("student.compute_dtype=float32", "teacher.dtype=float32", "loss.topk.k=8", "diagnostics.k=8", "data.max_prompt_tokens=64"),
     ]
 
 

@@ -1,82 +1,126 @@
-"""From a run's newest checkpoint to a plain Hugging Face folder that transformers and vLLM load."""
+"""A run's last checkpoint as a plain Hugging Face folder that `AutoModelForCausalLM` and `vllm serve` load."""
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from torch import Tensor
 
-from opd import lora
-from opd.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint
-from opd.config import Config
+from opd.checkpoint import latest_checkpoint, load_checkpoint
+from opd.config import StudentSettings
 from opd.errors import CheckpointError, ConfigError, RunDirectoryError
 from opd.models import load_model, load_model_config, load_tokenizer
 from opd.recipes import load_config
 from opd.runs import RunDirectory
 
+CPU = torch.device("cpu")
 
-def export_run(run: Path, folder: Path, *, adapter: bool = False) -> Path:
-    """Writes the trained student to `folder` and returns it.
 
-    The weights take the type that the original model has. LoRA adapters are merged, exactly once, into a fresh copy of the
-    base weights; with `adapter` they are written as peft reads them instead. Raises RunDirectoryError when `folder` holds
-    anything, CheckpointError when the run has no whole checkpoint or it belongs to another model.
+def export_run(run: Path, folder: Path, *, adapter: bool = False, dtype: str | None = None) -> Path:
+    """Writes the newest whole checkpoint of a run to `folder` and returns it.
+
+    Adapters are merged into their base model, or with `adapter` written alone in peft's format. `dtype` (float32 or
+    bfloat16) is that of the student's own configuration unless it is given; adapters alone are float32. The folder is
+    written aside and renamed. Raises RunDirectoryError where there is something already, CheckpointError where there is no
+    checkpoint or it does not fit the run's student, and ConfigError.
     """
-    directory = RunDirectory.open(run)
-    config = load_config([str(directory.config_file)], [], {}).config
-    path = latest_checkpoint(directory.checkpoints)
-    if path is None:
-        raise CheckpointError(
-            "The run has no whole checkpoint to export.",
-            where=str(directory.checkpoints),
-            fix=f"opd distill --resume {run}",
-        )
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RunDirectoryError("The folder to export to is not empty.", where=str(folder), fix="name a new folder")
-    if adapter and config.student.lora is None:
+    opened = RunDirectory.open(run)
+    config = load_config([opened.config_file]).config
+    student = config.student
+    if adapter and student.lora is None:
         raise ConfigError(
-            "There is no adapter to export: the run trained all weights.", where="--adapter", fix="leave --adapter out"
+            "The run has no adapter.",
+            where=f"student.lora in {opened.config_file}",
+            why="every weight was trained",
+            fix="leave --adapter out",
         )
-    aside = folder.with_name(f".{folder.name}.exporting")
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        _write(config, path, aside, adapter=adapter)
-        if folder.exists():
-            folder.rmdir()
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        aside.rename(folder)
-    except OSError as error:
-        raise RunDirectoryError("The export could not be written.", where=str(folder), why=str(error)) from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    if dtype not in (None, "float32", "bfloat16"):
+        raise ConfigError(f"dtype {dtype} cannot be exported.", fix="use float32 or bfloat16")
+    _require_empty(folder)
+    checkpoint = latest_checkpoint(opened.checkpoints)
+    if checkpoint is None:
+        raise CheckpointError(
+            "The run has no whole checkpoint.",
+            where=str(opened.checkpoints),
+            fix=f"go on with it until one is saved: opd distill --resume {run}",
+        )
+    tokenizer = load_tokenizer(student.model, student.revision, "student")
+    model = _trained(student, checkpoint, config.run.seed, adapter=adapter, dtype=dtype)
+    _write(folder, model, tokenizer)
     return folder
 
 
-def _write(config: Config, path: Path, folder: Path, *, adapter: bool) -> None:
-    settings = config.student
-    model = load_model(settings.model, settings.revision, torch.float32, torch.device("cpu"), "student")
-    if settings.lora is not None:
-        model = lora.wrap(model, settings.lora, config.run.seed)
-    _load_trained(model, path)
+def _trained(student: StudentSettings, path: Path, seed: int, *, adapter: bool, dtype: str | None) -> Any:
+    """Returns the student with a checkpoint's weights: a plain model, or with `adapter` peft's wrapped one."""
+    model = load_model(student.model, student.revision, torch.float32, CPU, "student")
+    wanted = _released_dtype(student) if dtype is None else getattr(torch, dtype)
+    if student.lora is None:
+        _fill(dict(model.named_parameters()), path)
+        return model.to(wanted)
+    from opd import lora
+
+    wrapped = lora.wrap(model, student.lora, seed)
+    _fill({name: parameter for name, parameter in wrapped.named_parameters() if parameter.requires_grad}, path)
     if adapter:
-        model.save_pretrained(folder)
-    else:
-        plain = model
-        if settings.lora is not None:
-            merged = dict(lora.merged_weights(model))
-            plain = load_model(settings.model, settings.revision, torch.float32, torch.device("cpu"), "student")
-            plain.load_state_dict(merged, strict=False)
-        released = load_model_config(settings.model, settings.revision, "student").get_text_config().dtype
-        plain.to(released if isinstance(released, torch.dtype) else torch.float32).save_pretrained(folder)
-    load_tokenizer(settings.model, settings.revision, "student").save_pretrained(folder)
+        settings = wrapped.peft_config[lora.ADAPTER]
+        local = Path(student.model)
+        # Whoever loads the adapter may stand in another folder.
+        settings.base_model_name_or_path = str(local.absolute()) if local.is_dir() else student.model
+        settings.revision = student.revision
+        settings.inference_mode = True
+        return wrapped if dtype is None else wrapped.to(wanted)
+    # The base was just read from disk and is thrown away afterwards, so that merging happens once.
+    return wrapped.merge_and_unload(safe_merge=True).to(wanted)
+
+
+def _released_dtype(student: StudentSettings) -> torch.dtype:
+    config = load_model_config(student.model, student.revision, "student")
+    return config.get_text_config().dtype or config.dtype or torch.float32
 
 
 @torch.no_grad()
-def _load_trained(model: torch.nn.Module, path: Path) -> Checkpoint:
-    """Copies a checkpoint's tensors into the parameters of the same names."""
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    checkpoint = load_checkpoint(path, like={"model": trained})
-    for name, parameter in trained.items():
-        parameter.copy_(checkpoint.tensors["model"][name])
-    return checkpoint
+def _fill(parameters: Mapping[str, Tensor], path: Path) -> None:
+    """Copies a checkpoint's weights into parameters of the same names; raises CheckpointError when they are not the same."""
+    saved = load_checkpoint(path, like={"model": parameters}).tensors["model"]
+    for name, parameter in parameters.items():
+        parameter.copy_(saved[name])
+
+
+def _require_empty(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RunDirectoryError(
+            f"{folder} exists and is not an empty folder.",
+            why="an export is never written over other files",
+            fix="name another folder, or remove it",
+        )
+
+
+def _write(folder: Path, model: Any, tokenizer: Any) -> None:
+    """Writes model and tokenizer aside and renames the folder: it is there as a whole or not at all."""
+    generation = model.generation_config
+    try:
+        generation.validate(strict=True)
+    except ValueError:
+        # Some models are released with a temperature and without do_sample, which transformers does not save again.
+        generation.do_sample = True
+    aside = folder.absolute().with_name(f".{folder.absolute().name}.partial-{os.getpid()}")
+    try:
+        aside.parent.mkdir(parents=True, exist_ok=True)
+        model.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+        aside.replace(folder)
+    except (OSError, SafetensorError) as error:
+        raise RunDirectoryError(
+            "The export could not be written.",
+            where=str(folder),
+            why=str(error),
+            fix="free some space or name a folder that can be written; the run is untouched",
+        ) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

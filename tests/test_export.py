@@ -1,0 +1,153 @@
+"""What `opd export` writes is the student as it was trained, and loads as any other Hugging Face model."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import PADDED_TOKENS, SHARED_TOKENS, save_tiny_llama
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from opd import lora
+from opd.checkpoint import save_checkpoint
+from opd.config import LoraSettings
+from opd.errors import CheckpointError, ConfigError, RunDirectoryError
+from opd.export import export_run
+from opd.recipes import load_config
+from opd.runs import RunDirectory
+
+TOKENS = torch.arange(4, 30)[None]
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def base(request, tmp_path_factory) -> Path:
+    """A student: tied, or untied with a padded vocabulary."""
+    tied = request.param == "tied"
+    folder = tmp_path_factory.mktemp(request.param) / "base"
+    return save_tiny_llama(folder, seed=3, vocab_size=SHARED_TOKENS if tied else PADDED_TOKENS, tied=tied)
+
+
+def run_of(base: Path, folder: Path, *overrides: str) -> RunDirectory:
+    flags = {"student": str(base), "teacher": str(base), "data": ["prompts.jsonl"]}
+    loaded = load_config([], [f"run.dir={folder}", "run.name=run", *overrides], flags)
+    run = RunDirectory.create(loaded)
+    run.close()
+    return run
+
+
+@torch.no_grad()
+def trained(base: Path, run: RunDirectory, settings: LoraSettings | None = None):
+    """Returns a student whose weights have moved, after saving them as the run's checkpoint."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    if settings is not None:
+        model = lora.wrap(model, settings, seed=0)
+    moving = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    generator = torch.Generator().manual_seed(0)
+    for parameter in moving.values():
+        parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    save_checkpoint(run.checkpoints, 5, {"model": moving, "optimizer": {}}, {}, keep_last=1)
+    return model.eval()
+
+
+@torch.no_grad()
+def logits(model) -> torch.Tensor:
+    return model(TOKENS).logits
+
+
+def test_every_weight_the_tokenizer_and_the_template_are_exported(base, tmp_path):
+    run = run_of(base, tmp_path)
+    student = trained(base, run)
+    out = export_run(run.path, tmp_path / "out")
+    exported, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert torch.equal(logits(exported), logits(student))
+    assert not torch.equal(logits(exported), logits(AutoModelForCausalLM.from_pretrained(base)))
+    before, after = AutoTokenizer.from_pretrained(base), AutoTokenizer.from_pretrained(out)
+    assert (before.get_vocab(), before.chat_template) == (after.get_vocab(), after.chat_template)
+    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == before.eos_token_id
+
+
+def test_a_tied_head_is_stored_once_and_stays_tied(base, tmp_path):
+    from safetensors import safe_open
+
+    run = run_of(base, tmp_path)
+    tied = trained(base, run).config.tie_word_embeddings
+    out = export_run(run.path, tmp_path / "out")
+    with safe_open(out / "model.safetensors", "pt") as file:
+        assert ("lm_head.weight" in file.keys()) != tied  # noqa: SIM118 (not a dict)
+    exported = AutoModelForCausalLM.from_pretrained(out)
+    assert (exported.lm_head.weight is exported.model.embed_tokens.weight) == tied
+
+
+def test_adapters_are_merged_exactly_once(base, tmp_path):
+    run = run_of(base, tmp_path, "student.lora.rank=4", "student.lora.alpha=8")
+    student = trained(base, run, LoraSettings(rank=4, alpha=8.0))
+    exported = AutoModelForCausalLM.from_pretrained(export_run(run.path, tmp_path / "out"))
+    torch.testing.assert_close(logits(exported), logits(student), atol=1e-5, rtol=1e-4)
+    layer = student.get_base_model().model.layers[1].self_attn.q_proj
+    expected = layer.base_layer.weight + 8 / 4 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+    torch.testing.assert_close(exported.model.layers[1].self_attn.q_proj.weight, expected)
+
+
+def test_adapters_alone_load_onto_their_base_with_peft(base, tmp_path, monkeypatch):
+    from peft import AutoPeftModelForCausalLM
+
+    run = run_of(base, tmp_path, "student.lora.rank=4", "student.lora.alpha=8")
+    student = trained(base, run, LoraSettings(rank=4, alpha=8.0))
+    out = export_run(run.path, tmp_path / "out", adapter=True)
+    assert not (out / "model.safetensors").exists()
+    monkeypatch.chdir(tmp_path)
+    torch.testing.assert_close(logits(AutoPeftModelForCausalLM.from_pretrained(out)), logits(student))
+
+
+def test_the_type_is_that_of_the_student_or_the_one_asked_for(base, tmp_path):
+    half = tmp_path / "half"
+    AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(half)
+    AutoTokenizer.from_pretrained(base).save_pretrained(half)
+    run = run_of(half, tmp_path)
+    student = trained(half, run)
+    exported = AutoModelForCausalLM.from_pretrained(export_run(run.path, tmp_path / "as-released"), dtype="auto")
+    assert exported.dtype == torch.bfloat16
+    assert torch.equal(exported.model.norm.weight, student.model.norm.weight.bfloat16())
+    exported = AutoModelForCausalLM.from_pretrained(
+        export_run(run.path, tmp_path / "exact", dtype="float32"), dtype="auto"
+    )
+    assert exported.dtype == torch.float32
+    assert torch.equal(exported.model.norm.weight, student.model.norm.weight)
+
+
+def test_a_student_released_with_a_temperature_but_without_do_sample_can_be_exported(base, tmp_path):
+    copy = tmp_path / "copy"
+    AutoModelForCausalLM.from_pretrained(base).save_pretrained(copy)
+    AutoTokenizer.from_pretrained(base).save_pretrained(copy)
+    settings = json.loads((copy / "generation_config.json").read_text()) | {"temperature": 0.6}
+    (copy / "generation_config.json").write_text(json.dumps(settings))
+    run = run_of(copy, tmp_path)
+    trained(copy, run)
+    written = json.loads((export_run(run.path, tmp_path / "out") / "generation_config.json").read_text())
+    assert (written["temperature"], written["do_sample"]) == (0.6, True)
+
+
+def test_an_export_never_overwrites(base, tmp_path):
+    run = run_of(base, tmp_path)
+    trained(base, run)
+    out = tmp_path / "out"
+    out.mkdir()
+    export_run(run.path, out)
+    with pytest.raises(RunDirectoryError, match="not an empty folder"):
+        export_run(run.path, out)
+    assert not list(tmp_path.glob(".*partial*"))
+
+
+def test_a_run_that_cannot_be_exported_says_why(base, tmp_path):
+    run = run_of(base, tmp_path)
+    with pytest.raises(ConfigError, match="no adapter"):
+        export_run(run.path, tmp_path / "out", adapter=True)
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        export_run(run.path, tmp_path / "out")
+    parts = {"model": {"model.embed_tokens.weight": torch.zeros(3, 2)}, "optimizer": {}}
+    save_checkpoint(run.checkpoints, 1, parts, {}, keep_last=1)
+    with pytest.raises(CheckpointError, match="another model"):
+        export_run(run.path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -30,8 +30,8 @@ def run_trl(options: argparse.Namespace) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import DistillationConfig, DistillationTrainer
 
-    from opd.data import load_sources, parse_source
     from opd.config import DataSettings
+    from opd.data import load_sources, parse_source
     from opd.models import fast_bfloat16
 
     bf16 = fast_bfloat16(torch.device("cpu")) if options.trl_bf16 == "auto" else options.trl_bf16 == "yes"
@@ -44,7 +44,9 @@ def run_trl(options: argparse.Namespace) -> dict[str, Any]:
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             ends.append(time.perf_counter())
 
-        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        def on_log(
+            self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
+        ) -> None:
             key = "completions/mean_length"
             if logs and key in logs:
                 tokens.append(logs[key] * options.prompts)
@@ -134,7 +136,11 @@ def main() -> None:
         ratios.append(results["opd"]["tokens_per_second"] / results["trl"]["tokens_per_second"])
         memory.append(results["opd"]["peak_memory_gib"] / results["trl"]["peak_memory_gib"])
         print(json.dumps({"round": number + 1, **results, "ratio": ratios[-1]}), flush=True)
-    print(json.dumps({"tokens_per_second_ratio": median(ratios), "memory_ratio": median(memory), "rounds": options.rounds}))
+    print(
+        json.dumps(
+            {"tokens_per_second_ratio": median(ratios), "memory_ratio": median(memory), "rounds": options.rounds}
+        )
+    )
 
 
 if __name__ == "__main__":

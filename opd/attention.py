@@ -10,6 +10,8 @@ so generation with a cache goes on as usual.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -33,7 +35,7 @@ def segmented_attention(
     segments: Segments | None = None,
     mask_cache: dict[tuple[int, int, int | None], Tensor | None] | None = None,
     sliding_window: int | None = None,
-    **kwargs: object,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Returns causal attention of every segment to itself and to those it continues, [1, N, heads, head_dim].
 
@@ -41,20 +43,23 @@ def segmented_attention(
     attention_mask is ignored when segments are given; mask_cache keeps this forward pass's masks from layer to layer.
     """
     if segments is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
     if kwargs.get("softcap") or kwargs.get("s_aux") is not None:
         raise ValueError("softcapped scores and attention sinks are not computed here")
     groups = query.shape[1] // key.shape[1]
     # split and cat are each other's backward; slices would each allocate a gradient of the whole length.
     queries, keys, values = (
-        tensor.split(segments.lengths, dim=2)
-        for tensor in (query, repeat_kv(key, groups), repeat_kv(value, groups))
+        tensor.split(segments.lengths, dim=2) for tensor in (query, repeat_kv(key, groups), repeat_kv(value, groups))
     )
     masks = {} if mask_cache is None else mask_cache
     outputs = []
     for number, q in enumerate(queries):
         chain = segments.chain(number)
-        k, v = (torch.cat([part[i] for i in chain], dim=2) if len(chain) > 1 else part[number] for part in (keys, values))
+        k, v = (
+            torch.cat([part[i] for i in chain], dim=2) if len(chain) > 1 else part[number] for part in (keys, values)
+        )
         kind = (q.shape[2], k.shape[2], sliding_window)
         if kind not in masks:
             masks[kind] = _mask(*kind, q.device)

@@ -114,7 +114,7 @@ def _common_prefix(prompts: Sequence[Sequence[int]]) -> int:
     """How many tokens all prompts begin with; 0 for a single prompt, or where too few to be worth a segment."""
     if len(prompts) < 2:
         return 0
-    first, last = min(prompts), max(prompts)
+    first, last = min(map(tuple, prompts)), max(map(tuple, prompts))
     length = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
     return length if length >= MIN_SHARED_TOKENS else 0
 
@@ -135,7 +135,9 @@ def targets_of(
     rollouts, scores = [item.rollout for item in scored], [item.scores for item in scored]
     token_ids, token_weights = joined([r.token_ids for r in rollouts]), joined(weights)
     sampler_logprobs = joined([r.logprobs for r in rollouts])
-    assert token_ids is not None and token_weights is not None and sampler_logprobs is not None
+    assert token_ids is not None
+    assert token_weights is not None
+    assert sampler_logprobs is not None
     return Targets(
         token_ids=token_ids,
         weights=token_weights,

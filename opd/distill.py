@@ -196,7 +196,7 @@ def rollout_records(update: Update, student: Student) -> Iterator[dict[str, Any]
         yield {
             "prompt_index": rollout.prompt.index,
             "sample": rollout.sample,
-            "prompt": student.tokenizer.decode(rollout.prompt.student_ids),
+            "prompt": student.tokenizer.decode(list(rollout.prompt.student_ids)),
             "completion": student.tokenizer.decode(rollout.token_ids),
             "token_ids": rollout.token_ids.tolist(),
             "finish_reason": rollout.finish_reason,

@@ -45,7 +45,9 @@ class ConfigError(OpdError):
 
     exit_code = EXIT_USAGE
 
-    def __init__(self, what: str, *, where: str = "", why: str = "", fix: str = "", problems: list[OpdError] | None = None) -> None:
+    def __init__(
+        self, what: str, *, where: str = "", why: str = "", fix: str = "", problems: list[OpdError] | None = None
+    ) -> None:
         super().__init__(what, where=where, why=why, fix=fix)
         self.problems = problems or []
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from opd.config import Config, LossSettings
+from opd.config import Config, LossSettings, Support
 from opd.samplers import Sampler, SamplingParams
 from opd.student import Student
 from opd.summaries import length_values, position_means, token_means
@@ -38,7 +38,7 @@ class Evaluator:
         self.teacher = teacher
         self.writer = writer
         # The whole vocabulary where the teacher can give it: the exact KL, whatever the run trains on.
-        support = "full" if teacher.capabilities.hidden else "sampled"
+        support: Support = "full" if teacher.capabilities.hidden else "sampled"
         self.loss = LossSettings(support=support, chunk_tokens=config.loss.chunk_tokens)
         self.request = request_for(self.loss, config.diagnostics.k)
         self._teacher_scored: list[ScoredRollout] | None = None

@@ -66,6 +66,7 @@ def load_model(model: str, revision: str | None, dtype: torch.dtype, device: tor
             why=f"none of {', '.join(WEIGHT_PATTERNS)} is in it; it has {_listing(folder)}",
             fix="name the folder that save_pretrained wrote, or a hub name such as Qwen/Qwen3-0.6B",
         )
+    loaded: Any
     try:
         loaded = AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype=dtype)
     except Exception as error:

@@ -99,9 +99,7 @@ class Student:
             self.optimizer.zero_grad(set_to_none=True)
             stats = self._accumulate(scored, weights, first, teacher_head, diagnostics_k if first is None else 0)
             if first is None:
-                first, mismatch = stats, self.verify_engine(
-                    rollouts, stats, truncated=self.config.rollout.truncates
-                )
+                first, mismatch = stats, self.verify_engine(rollouts, stats, truncated=self.config.rollout.truncates)
             grad_norm = self._step()
         self.model.eval()
         assert first is not None

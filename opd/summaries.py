@@ -74,9 +74,7 @@ def position_means(
     """Returns the same means by position bucket: {"edges": […], metric: [mean per bucket, null where empty]}."""
     positions = torch.cat([torch.arange(len(item.rollout.token_ids)) for item in scored])[mask]
     values = per_token_values(stats)
-    return {"edges": list(edges)} | {
-        name: by_position(value[mask], positions, edges) for name, value in values.items()
-    }
+    return {"edges": list(edges)} | {name: by_position(value[mask], positions, edges) for name, value in values.items()}
 
 
 def length_values(rollouts: Sequence[Rollout]) -> dict[str, float]:

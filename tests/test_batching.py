@@ -26,7 +26,11 @@ def test_a_prompt_that_completions_share_is_in_the_row_once():
 
 def test_the_beginning_that_all_prompts_share_is_in_the_row_once():
     system = [1, 2, 3, 4, 5]
-    sequences = [([*system, 6], torch.tensor([7, 8])), ([*system, 9, 10], torch.tensor([11, 12])), (system, torch.tensor([13]))]
+    sequences = [
+        ([*system, 6], torch.tensor([7, 8])),
+        ([*system, 9, 10], torch.tensor([11, 12])),
+        (system, torch.tensor([13])),
+    ]
     batch = batching.lay_out(sequences, packed=True)
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 9, 10, 11]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 5, 6, 7]]

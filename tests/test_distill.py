@@ -28,7 +28,13 @@ def arguments(two_models, prompts_file):
         *("--student", str(student), "--teacher", str(teacher), "--data", f"{prompts_file},prompt=question"),
         *("rollout.sampler=hf", "rollout.prompts=4", "rollout.group_size=2", "rollout.max_tokens=8"),
         *("eval.prompts=4", "eval.max_tokens=8", "train.learning_rate=1e-3", "checkpoint.every=1"),
-        *("student.compute_dtype=float32", "teacher.dtype=float32", "loss.topk.k=8", "diagnostics.k=8", "data.max_prompt_tokens=64"),
+        *(
+            "student.compute_dtype=float32",
+            "teacher.dtype=float32",
+            "loss.topk.k=8",
+            "diagnostics.k=8",
+            "data.max_prompt_tokens=64",
+        ),
     ]
 
 
@@ -89,7 +95,16 @@ def test_training_brings_the_student_nearer_to_the_teacher(arguments, tmp_path):
 def test_a_run_killed_at_any_moment_and_resumed_equals_the_one_that_was_not(arguments, uninterrupted, tmp_path):
     generator = random.Random(os.getpid())
     run = tmp_path / "killed"
-    command = [sys.executable, "-m", "opd", "distill", *arguments, "train.steps=6", f"run.dir={tmp_path}", "run.name=killed"]
+    command = [
+        sys.executable,
+        "-m",
+        "opd",
+        "distill",
+        *arguments,
+        "train.steps=6",
+        f"run.dir={tmp_path}",
+        "run.name=killed",
+    ]
     wanted = generator.randint(1, 5)
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     metrics = run / "metrics.jsonl"
@@ -108,7 +123,10 @@ def test_interrupting_saves_and_the_resumed_run_is_the_same(arguments, uninterru
     run = tmp_path / "stopped"
     command = [sys.executable, "-m", "opd", "distill", *arguments, "train.steps=6", "checkpoint.every=0"]
     process = subprocess.Popen(
-        [*command, f"run.dir={tmp_path}", "run.name=stopped"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        [*command, f"run.dir={tmp_path}", "run.name=stopped"],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
     )
     metrics = run / "metrics.jsonl"
     while process.poll() is None:

@@ -92,7 +92,9 @@ def test_softcapped_logits_and_attention_fall_back_to_padded_rows():
 
 
 def test_a_recurrent_model_is_never_packed():
-    model = fresh(lambda: MambaForCausalLM(MambaConfig(vocab_size=97, hidden_size=32, state_size=4, num_hidden_layers=2)))
+    model = fresh(
+        lambda: MambaForCausalLM(MambaConfig(vocab_size=97, hidden_size=32, state_size=4, num_hidden_layers=2))
+    )
     assert not choose_layout(model, "auto", 97, "student")
 
 

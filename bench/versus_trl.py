@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -79,7 +80,7 @@ def run_trl(options: argparse.Namespace) -> dict[str, Any]:
             callbacks=[Timer()],
         )
         trainer.train()
-    seconds = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    seconds = [b - a for a, b in pairwise(ends)]
     return {
         "step_seconds": median(seconds),
         "tokens_per_second": median(n / s for n, s in zip(tokens[1:], seconds, strict=False)),

@@ -289,3 +289,17 @@ def test_an_environment_is_set_up_again_when_the_lock_changes(monkeypatch, tmp_p
     changed.write_text((ROOT / "requirements" / "cpu.lock").read_text().replace("+cpu", ".post1+cpu"))
     monkeypatch.setattr(setup, "LOCK", Path(changed))
     assert setup.wanted_stamp("cpu") != before
+
+
+@pytest.mark.slow
+def test_the_questions_are_the_same_on_every_machine(tmp_path):
+    asked = []
+    for seed in ("1", "2"):
+        arguments = ("reasoning-gym", "--tasks", "sentence_reordering,syllogism,spell_backward", "--rows", "30")
+        result = run_tool("fetch_models", *arguments, OPD_CACHE=str(tmp_path / seed), PYTHONHASHSEED=seed)
+        assert result.returncode == 0, result.stderr
+        asked.append((Path(result.stdout.strip()) / "prompts.jsonl").read_text())
+    assert asked[0] == asked[1]
+    rows = [json.loads(line) for line in asked[0].splitlines()]
+    assert [row["source"] for row in rows[:3]] == ["sentence_reordering", "syllogism", "spell_backward"]
+    assert len({row["question"] for row in rows}) == 30

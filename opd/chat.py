@@ -38,6 +38,18 @@ class Renderer:
         """What a user should know about the settings, one sentence each."""
         return self.student.warnings + (self.teacher.warnings if self.teacher else [])
 
+    @property
+    def columns(self) -> set[str]:
+        """Columns that the templates name, besides the prompt."""
+        views = (self.student, self.teacher) if self.teacher else (self.student,)
+        return {name for view in views for _, name in view.parts if name and name != "prompt"}
+
+    def check(self, row: Mapping[str, Any], column: str) -> None:
+        """Raises DataError, without the place of the row, where the row does not fit the settings; tokenises nothing."""
+        self.student.check(row, column)
+        if self.teacher is not None:
+            self.teacher.check(row, column)
+
     def render(self, row: Mapping[str, Any], column: str) -> tuple[Ids, Ids]:
         """Returns the student's and the teacher's prompt ids for the prompt in `column` of `row`.
 
@@ -101,10 +113,28 @@ class _View:
                 self.warnings.append(f"{where}: the {self.role}'s chat template does not use {name}.")
 
     def render(self, row: Mapping[str, Any], column: str) -> Ids:
+        self.check(row, column)
         prompt = row[column]
         if isinstance(prompt, str):
             text = self._fill(row, prompt)
             return self._chat_ids([{"role": "user", "content": text}]) if self.chat else self._text_ids(text)
+        note = f"{self.role}.prompt.template has no effect on prompts that are chat messages."
+        if self.settings.template != ChatSettings().template and note not in self.warnings:
+            self.warnings.append(note)
+        return self._chat_ids(prompt)
+
+    def check(self, row: Mapping[str, Any], column: str) -> None:
+        """Raises DataError where the row does not fit the settings."""
+        prompt = row[column]
+        if isinstance(prompt, str):
+            for _, name in self.parts:
+                if name and name != "prompt" and name not in row:
+                    raise DataError(
+                        f"{self.role}.prompt.template names the column {name}, which the row does not have.",
+                        why=f"its columns are {', '.join(row)}",
+                        fix="name one of them or {prompt}; a brace that belongs to the text is doubled: {{ }}",
+                    )
+            return
         if not self.chat:
             has_template = self.tokenizer.chat_template is not None
             raise DataError(
@@ -114,10 +144,12 @@ class _View:
                 if has_template
                 else "name a column of texts with prompt=COLUMN",
             )
-        note = f"{self.role}.prompt.template has no effect on prompts that are chat messages."
-        if self.settings.template != ChatSettings().template and note not in self.warnings:
-            self.warnings.append(note)
-        return self._chat_ids(prompt)
+        if self.settings.system is not None and any(message["role"] == "system" for message in prompt):
+            raise DataError(
+                "The prompt has a system message of its own.",
+                why=f"{self.role}.prompt.system would be a second one",
+                fix=f"leave out {self.role}.prompt.system, or the system messages of the data",
+            )
 
     def _fill(self, row: Mapping[str, Any], prompt: str) -> str:
         pieces = []
@@ -126,12 +158,6 @@ class _View:
             if name == "prompt":
                 pieces.append(prompt)
             elif name is not None:
-                if name not in row:
-                    raise DataError(
-                        f"{self.role}.prompt.template names the column {name}, which the row does not have.",
-                        why=f"its columns are {', '.join(row)}",
-                        fix="name one of them or {prompt}; a brace that belongs to the text is doubled: {{ }}",
-                    )
                 pieces.append(_as_text(row[name]))
         return "".join(pieces)
 
@@ -139,12 +165,6 @@ class _View:
         # Arrow fills fields that a message does not have with None; templates ask whether they are there.
         conversation = [{k: v for k, v in message.items() if v is not None} for message in messages]
         if self.settings.system is not None:
-            if any(message["role"] == "system" for message in conversation):
-                raise DataError(
-                    "The prompt has a system message of its own.",
-                    why=f"{self.role}.prompt.system would be a second one",
-                    fix=f"leave out {self.role}.prompt.system, or the system messages of the data",
-                )
             conversation.insert(0, {"role": "system", "content": self.settings.system})
         continued = conversation[-1]["role"] == "assistant"
         try:

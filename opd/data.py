@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from opd.config import DataSettings, DataSource
 from opd.errors import ConfigError, DataError
-from opd.readers import Table, column_of, kind_of, pick, read
+from opd.readers import read
 from opd.sources import STDIN, nearest_names, parse_source, split_revision
+from opd.tables import Table, columns_of, kind_of, pick
 from opd.types import Prompt
 
 if TYPE_CHECKING:
@@ -121,12 +122,15 @@ class PromptStream:
     """The endless stream of training prompts.
 
     Each source is walked in an order of its own for every epoch; the next prompt comes from the source that is
-    furthest behind its weight.
+    furthest behind its weight. Raises DataError at construction for a row that does not fit the prompt settings, so
+    that no run dies of it halfway.
     """
 
     def __init__(self, data: LoadedData, renderer: Renderer, settings: DataSettings, seed: int) -> None:
         if not data.sources:
             raise DataError("There are no training prompts.", where="data.train", fix="name a source with --data")
+        for source in data.sources:
+            _check_rows(source, renderer)
         self.seed = seed
         self.shuffle = settings.shuffle
         self.sources = data.sources
@@ -248,7 +252,7 @@ def _load(source: DataSource) -> LoadedSource:
     if len(table.rows) == 0:
         raise DataError("The data set is empty.", where=split_revision(source.path)[0], fix="name one with rows")
     digests = array("q")
-    for index, row in enumerate(column_of(table.rows, source.prompt)):
+    for index, row in enumerate(columns_of(table.rows, [source.prompt])):
         try:
             prompt = _checked_prompt(row, source.prompt)
         except DataError as error:
@@ -256,6 +260,16 @@ def _load(source: DataSource) -> LoadedSource:
             raise
         digests.append(hash(prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)))
     return LoadedSource(source, table.rows, range(len(table.rows)), digests, table)
+
+
+def _check_rows(source: LoadedSource, renderer: Renderer) -> None:
+    column = source.settings.prompt
+    for index, row in enumerate(columns_of(source.rows, [column, *renderer.columns])):
+        try:
+            renderer.check(row, column)
+        except DataError as error:
+            error.where = source.place(index)
+            raise
 
 
 def _checked_prompt(row: dict[str, Any], column: str) -> str | list[dict[str, Any]]:

@@ -27,6 +27,10 @@ class VocabVerdict:
 
     shared_size: int
     """Ids 0 … shared_size−1 are the same token for both, and both models have a logit for them."""
+    identical: bool
+    """Whether neither tokenizer has a token that the other lacks."""
+    template_differs: bool
+    """Whether the chat templates differ, or only one of the two has one."""
     findings: list[str]
     """What a user should know: extra tokens, other end tokens, other chat templates."""
 
@@ -80,8 +84,9 @@ def compare(
                 "they take no part in sampling and losses."
             )
     findings += _compare_cuts(student_tokenizer, teacher_tokenizer, pipelines, both, where)
-    findings += _ends(student_tokenizer, teacher_tokenizer, shared) + _templates(student_tokenizer, teacher_tokenizer)
-    return VocabVerdict(shared, findings)
+    findings += special_token_findings(student_tokenizer, teacher_tokenizer, shared)
+    templates = _templates(student_tokenizer, teacher_tokenizer)
+    return VocabVerdict(shared, len(student) == len(teacher), bool(templates), findings + templates)
 
 
 def _tokens(tokenizer: Any) -> dict[int, str]:
@@ -159,7 +164,11 @@ def _compare_cuts(
     return [f"The tokenizers differ in {names} as written, but cut all texts that were tried into the same tokens."]
 
 
-def _ends(student_tokenizer: Any, teacher_tokenizer: Any, shared: int) -> list[str]:
+def special_token_findings(student_tokenizer: Any, teacher_tokenizer: Any, shared: int) -> list[str]:
+    """Returns what to know of the end tokens, one sentence each; `shared` is the size of the shared vocabulary.
+
+    A base student with an instruct teacher of another end token is the known trap: completions grow without end.
+    """
     findings = []
     student, teacher = student_tokenizer.eos_token_id, teacher_tokenizer.eos_token_id
     if student != teacher:

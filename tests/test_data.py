@@ -6,7 +6,7 @@ import json
 import sys
 
 import pytest
-from bpe import bpe
+from bpe import CHATML, bpe
 
 from opd.chat import Renderer
 from opd.config import ChatSettings, DataSettings, DataSource
@@ -123,6 +123,8 @@ def test_a_split_of_a_saved_data_set_can_be_named_and_cut(tmp_path):
     source = parse_source(f"{tmp_path / 'saved'},split=test[1:3]")
     assert [row["prompt"] for row in load_sources(settings_of(source)).sources[0].rows] == ["test 1", "test 2"]
     assert "it has train, test" in refusal(parse_source(f"{tmp_path / 'saved'},split=dev"))
+    both["train"].save_to_disk(str(tmp_path / "plain"))
+    assert "saved without splits" in refusal(parse_source(f"{tmp_path / 'plain'},split=test"))
 
 
 def test_standard_input_is_read_as_jsonl_and_only_once(monkeypatch):
@@ -141,6 +143,28 @@ def test_a_malformed_line_is_named_with_its_file_and_number(tmp_path):
     file.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
     assert f"{file}:2" in refusal(file)
     assert "UTF-8" in refusal(file)
+
+
+def test_json_that_no_tokenizer_can_take_is_named_with_its_line(tmp_path):
+    half = write(tmp_path, "half.jsonl", [{"prompt": "whole \U0001f642"}, {"prompt": "cut \ud83d"}])
+    assert f"{half}:2" in refusal(half)
+    assert "half a character" in refusal(half)
+    rows = tmp_path / "half.json"
+    rows.write_text('[{"prompt": "a", "hint": "\\uDC00"}]')
+    assert "row 1" in refusal(rows)
+    number = tmp_path / "number.jsonl"
+    number.write_text('{"prompt": "a"}\n{"prompt": "b", "n": ' + "9" * 5000 + "}\n")
+    assert f"{number}:2" in refusal(number)
+    deep = tmp_path / "deep.json"
+    deep.write_text("[" * 200_000)
+    assert str(deep) in refusal(deep)
+
+
+def test_a_damaged_archive_and_an_impossible_path_are_errors_of_the_data(tmp_path):
+    packed = tmp_path / "rows.jsonl.gz"
+    packed.write_bytes(gzip.compress(b'{"prompt": "a"}\n' * 100)[:-12])
+    assert str(packed) in refusal(packed)
+    assert "cannot be read" in refusal("x" * 300 + ".jsonl")
 
 
 def test_jsonl_under_the_name_json_is_told_so(tmp_path):
@@ -313,12 +337,25 @@ def test_only_overlong_prompts_end_with_the_limit_and_the_shortest(tmp_path, ren
     assert f"{file}:2) has 20" in message
 
 
-def test_a_row_that_cannot_be_rendered_is_named(tmp_path):
+def test_rows_that_do_not_fit_the_settings_are_known_before_the_first_prompt_is_drawn(tmp_path):
     tokenizer = bpe()
-    settings = settings_of(numbered(tmp_path, "a.jsonl", 1))
-    renderer = Renderer(tokenizer, ChatSettings(chat="never", template="{hint} {prompt}"), tokenizer, None)
+    rows = write(tmp_path, "rows.jsonl", [{"prompt": "a", "hint": "b"}] * 3 + [{"prompt": "c"}])
+    hinted = Renderer(tokenizer, ChatSettings(template="{prompt} {hint}"), tokenizer, None)
+    own_system = [[{"role": "user", "content": "a"}], [{"role": "system", "content": "b"}]]
+    chats = write(tmp_path, "chats.jsonl", [{"prompt": messages} for messages in own_system])
+    spoken = Renderer(tokenizer, ChatSettings(), tokenizer, ChatSettings(system="Be brief."))
+    for file, renderer, place in ((rows, hinted, f"{rows}:4"), (chats, spoken, f"{chats}:2")):
+        with pytest.raises(DataError) as caught:
+            stream_of(settings_of(file), renderer)
+        assert caught.value.where == place
+
+
+def test_a_row_that_cannot_be_rendered_is_named(tmp_path):
+    tokenizer = bpe(template="{% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}" + CHATML)
+    settings = settings_of(write(tmp_path, "a.jsonl", [{"prompt": [{"role": "tool", "content": "a"}]}]))
     with pytest.raises(DataError) as caught:
-        stream_of(settings, renderer).take(1)
+        stream_of(settings, Renderer(tokenizer, ChatSettings(), tokenizer, None)).take(1)
+    assert "no tools" in caught.value.why
     assert caught.value.where.endswith("a.jsonl:1")
 
 

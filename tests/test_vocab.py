@@ -20,6 +20,8 @@ def test_padding_of_the_models_is_no_difference():
         verdict = compare(tokenizer, bpe(), *sizes)
         assert verdict.shared_size == len(tokenizer)
         assert verdict.findings == []
+        assert verdict.identical
+        assert not verdict.template_differs
 
 
 def test_ids_without_a_logit_are_not_shared():
@@ -72,6 +74,7 @@ def test_added_tokens_at_the_end_of_one_are_left_out_and_mentioned():
         verdict = compare(*pair, 512, 512)
         assert verdict.shared_size == len(bpe())
         assert len(verdict.findings) == 1
+        assert not verdict.identical
         assert f"The {role}'s tokenizer has 2 tokens more at the end ('<think>', '</think>')" in verdict.findings[0]
 
 
@@ -91,6 +94,7 @@ def test_an_end_token_that_is_not_shared_is_mentioned():
 
 def test_different_chat_templates_are_mentioned():
     for template in ("{{ messages[0].content }}", None):
-        findings = compare(bpe(template=template), bpe(), 512, 512).findings
-        assert len(findings) == 1
-        assert "teacher.prompt" in findings[0]
+        verdict = compare(bpe(template=template), bpe(), 512, 512)
+        assert verdict.template_differs
+        assert len(verdict.findings) == 1
+        assert "teacher.prompt" in verdict.findings[0]

@@ -40,10 +40,12 @@ def build_pipeline(config: Config, phase: Callable[[str], None], warn: Callable[
     student_tokenizer = load_tokenizer(config.student.model, config.student.revision, "student")
     teacher_tokenizer = load_tokenizer(config.teacher.model, config.teacher.revision, "teacher")
     renderer = Renderer(student_tokenizer, config.student.prompt, teacher_tokenizer, config.teacher.prompt)
-    for warning in renderer.warnings:
-        warn(warning)
     heldout, rest = heldout_prompts(rows, renderer, config.data, config.eval.prompts, config.run.seed)
     prompts = PromptStream(rest, renderer, config.data, config.run.seed)
+    for warning in renderer.warnings:
+        warn(warning)
+    if len(heldout) < config.eval.prompts:
+        warn(f"the data has room for {len(heldout)} held-out prompts, not the {config.eval.prompts} of eval.prompts")
     phase(f"loading the teacher {config.teacher.model}")
     teacher = build_teacher(config, vocab_size)
     phase(f"loading the student {config.student.model}")

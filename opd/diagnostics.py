@@ -9,6 +9,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.linalg import vecdot
+
+from opd.losses import without_impossible
 
 
 def shared_ids(student_ids: Tensor, teacher_ids: Tensor) -> Tensor:
@@ -16,9 +19,9 @@ def shared_ids(student_ids: Tensor, teacher_ids: Tensor) -> Tensor:
     return ((student_ids[:, :, None] == teacher_ids[:, None, :]) & (student_ids[:, :, None] >= 0)).any(-1)
 
 
-def overlap_ratio(shared: Tensor) -> Tensor:
+def overlap_ratio(shared: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Returns [T]: the share of the student's top k that is in the teacher's top k."""
-    return shared.float().mean(-1)
+    return shared.to(dtype).mean(-1)
 
 
 def overlap_token_advantage(student_logprobs: Tensor, teacher_logprobs: Tensor, shared: Tensor) -> Tensor:
@@ -40,7 +43,8 @@ def overlap_mass(logprobs: Tensor, shared: Tensor) -> Tensor:
 
 def entropy_of(logprobs: Tensor) -> Tensor:
     """Returns [T]: the entropy of distributions given as log-probabilities [T, V]."""
-    return -torch.where(logprobs.isneginf(), 0.0, logprobs.exp() * logprobs).sum(-1)
+    p = logprobs.exp()
+    return -vecdot(p, without_impossible(p, logprobs))
 
 
 def entropy_gap(student_entropy: Tensor, teacher_entropy: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,15 @@ class Head:
         if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(weight.dtype)
         return linear(hidden, weight, None if self.bias is None else self.bias[: self.vocab_size])
+
+    def in_compute_type(self) -> Head:
+        """Returns the head without gradient, in the type that autocast would cast it to at every single product."""
+        kind, weight = self.weight.device.type, self.weight.detach()[: self.vocab_size]
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        # Autocast leaves float64 alone.
+        dtype = weight.dtype if weight.dtype == torch.float64 else dtype
+        bias = None if self.bias is None else self.bias.detach()[: self.vocab_size].to(dtype)
+        return replace(self, weight=weight.to(dtype), bias=bias)
 
     def activate(self, product: Tensor) -> Tensor:
         """Returns the logits of a product: scaled and softcapped, in float32 or float64."""

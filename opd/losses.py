@@ -133,10 +133,11 @@ class SupportLogprobs(torch.autograd.Function):
         tail = total.log() + highest[:, 0]
         normaliser = torch.logaddexp(at_ids.logsumexp(-1), tail)
         logprobs, log_tail = at_ids - normaliser[:, None], tail - normaliser
-        share = log_tail.exp() / total.clamp_min(torch.finfo(total.dtype).tiny)
-        expected_logit = share * vecdot(weights, without_impossible(weights, logits))
-        expected_logit += torch.where(logprobs.isneginf(), 0.0, logprobs.exp() * at_ids).sum(-1)
-        entropy = normaliser - expected_logit
+        outside = log_tail.exp()
+        expected_logit = vecdot(weights, without_impossible(weights, logits))
+        expected_logit /= total.clamp_min(torch.finfo(total.dtype).tiny)
+        inside = torch.where(logprobs.isneginf(), 0.0, logprobs.exp() * logprobs).sum(-1)
+        entropy = outside * (normaliser - expected_logit) - inside
         ctx.save_for_backward(weights, total, slots, logprobs, log_tail)
         ctx.mark_non_differentiable(normaliser, entropy)
         ctx.set_materialize_grads(False)

@@ -158,7 +158,15 @@ def _pip(*arguments: str) -> None:
 
 
 def _run(command: list[str]) -> None:
-    result = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    result = subprocess.run(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        close_fds=False,  # so that it inherits the lock
+    )
     if result.returncode:
         raise SetupError(f"This failed: {' '.join(command)}\n{result.stdout.strip()[-3000:]}")
 
@@ -171,8 +179,14 @@ def _say(text: str) -> None:
 def only_process() -> Iterator[None]:
     """Lets one process at a time work on the environment: `make demo` and `make test` may be started together."""
     folder = os.open(ROOT, os.O_RDONLY)
+    # A pip that outlives its killed parent keeps the lock until it is done.
+    os.set_inheritable(folder, True)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _say("waiting for another set-up of this folder")
+            fcntl.flock(folder, fcntl.LOCK_EX)
         yield
     finally:
         os.close(folder)

@@ -40,6 +40,15 @@ def wrap(model: Any, settings: LoraSettings, seed: int) -> Any:
                 why=str(error).splitlines()[0],
                 fix="use all-linear, or module names such as q_proj and v_proj",
             ) from error
+    if wrapped.config.get_text_config().tie_word_embeddings and any(
+        hasattr(layer, "lora_A") or hasattr(layer, "lora_embedding_A")
+        for layer in (model.get_output_embeddings(), model.get_input_embeddings())
+    ):
+        raise PreflightError(
+            "The student's head and embedding are one tensor, which an adapter on either would untie.",
+            where=f"student.lora.targets={settings.targets}",
+            fix="leave the head and the embedding out of the targets; all-linear does",
+        )
     if getattr(model, "is_gradient_checkpointing", False):
         wrapped.enable_input_require_grads()
     return wrapped

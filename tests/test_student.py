@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from opd.config import Config
-from opd.errors import TrainingError
+from opd.errors import PreflightError, TrainingError
 from opd.student import Student
 from opd.teachers import build_teacher, request_for
 from opd.types import Prompt, Rollout
@@ -184,6 +184,12 @@ def test_lora_trains_adapters_only_and_syncs_the_weights_merged_once(two_models)
     torch.testing.assert_close(plain.model(tokens).logits, student.model(tokens).logits, atol=1e-5, rtol=1e-4)
     again = dict(student.named_weights())
     assert all(torch.equal(again[name], merged[name]) for name in merged)
+
+
+def test_an_adapter_on_a_tied_head_is_refused(two_models):
+    config = config_of(*two_models, student={"lora": {"rank": 2, "targets": ["lm_head", "q_proj"]}})
+    with pytest.raises(PreflightError, match="one tensor"):
+        Student(config, VOCABULARY)
 
 
 def test_a_checkpoint_of_the_student_continues_as_if_nothing_had_happened(two_models):

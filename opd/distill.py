@@ -26,7 +26,6 @@ import torch
 from opd import batching
 from opd.checkpoint import load_checkpoint, save_checkpoint
 from opd.config import Config
-from opd.errors import CheckpointError
 from opd.interrupt import StopSignal
 from opd.pipeline import Pipeline, build_pipeline
 from opd.samplers import SamplingParams
@@ -241,8 +240,6 @@ def restore(path: Path, stages: Pipeline) -> dict[str, Any]:
     """Puts student, optimizer and prompt stream back to where a checkpoint was saved; returns the run's own state."""
     student = stages.student
     checkpoint = load_checkpoint(path, like=student.state())
-    if checkpoint.step < 0:
-        raise CheckpointError("The checkpoint has no step.", where=str(path))
     student.load_state(checkpoint.tensors, checkpoint.step)
     stages.prompts.load_state_dict(checkpoint.state["prompts"])
     return {"before": checkpoint.state["before"]}

@@ -183,7 +183,6 @@ def test_a_longer_run_under_a_falling_learning_rate_is_a_warning(load):
 
 
 def test_resume_auto_takes_the_newest_run_with_a_checkpoint(load, tmp_path):
-    pytest.importorskip("opd.checkpoint")
     import torch
 
     from opd.checkpoint import save_checkpoint

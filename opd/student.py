@@ -137,7 +137,7 @@ class Student:
                 self.device,
             )
             loss, stats = self._loss(items, targets, self.config.loss, teacher_head, temperature, diagnostics_k)
-            self._require_finite_loss(loss, stats, items)
+            self._require_finite_loss(loss, stats, items, teacher_head)
             loss.backward()
             parts.append(stats)
         return join_stats(parts)
@@ -181,7 +181,10 @@ class Student:
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)
 
-    def _require_finite_loss(self, loss: Tensor, stats: TokenStats, items: list[ScoredRollout]) -> None:
+    def _require_finite_loss(
+        self, loss: Tensor, stats: TokenStats, items: list[ScoredRollout], teacher_head: Head | None
+    ) -> None:
+        """Raises TrainingError, naming the completion token and what the teacher forbids there."""
         if torch.isfinite(loss):
             return
         index = position = int((~stats.loss.isfinite()).to(torch.uint8).argmax())
@@ -190,14 +193,23 @@ class Student:
                 break
             position -= len(item.rollout.token_ids)
         token = int(item.rollout.token_ids[position])
-        teacher = float(stats.teacher_logprob[index])
+        forbidden = forbidden_ids(item, position, teacher_head)
+        if forbidden:
+            names = ", ".join(f"{i} ({self.tokenizer.decode([i])!r})" for i in forbidden[:3])
+            more = f" and of {len(forbidden) - 3} others" if len(forbidden) > 3 else ""
+            why = f"the teacher's probability of token {names}{more} is 0 there, and the student's is not"
+            fix = "use loss.divergence=jsd, which is finite there"
+            if self.config.loss.support == "sampled":
+                fix = "mask the token with loss.mask_token_ids, or use loss.support=full with loss.divergence=jsd"
+        else:
+            why = f"the student's log-probability of the token is {float(stats.logprob[index]):.4g}"
+            fix = "lower train.learning_rate, or use student.compute_dtype=float32"
         raise TrainingError(
             f"The loss of step {self.version + 1} is not finite; no step was taken.",
             where=f"prompt {item.rollout.prompt.index}, sample {item.rollout.sample}, completion token {position} "
             f"(id {token}, {self.tokenizer.decode([token])!r})",
-            why=f"the teacher gives this token a log-probability of {teacher:.4g}",
-            fix="a teacher that forbids tokens the student writes has no finite reverse KL; mask them with "
-            "loss.mask_token_ids, or use loss.divergence=jsd",
+            why=why,
+            fix=fix,
         )
 
     @torch.no_grad()
@@ -293,3 +305,18 @@ class Student:
                     key.rpartition(".")[2]: tensors["optimizer"][key].clone() for key in keys
                 }
         self.version = version
+
+
+@torch.no_grad()
+def forbidden_ids(item: ScoredRollout, position: int, teacher_head: Head | None) -> list[int]:
+    """Returns the ids in the loss's support to which the teacher gives no probability at a completion token."""
+    scores = item.scores
+    if scores.hidden is not None and teacher_head is not None:
+        logits = teacher_head.logits(scores.hidden[position][None].to(teacher_head.weight.device))[0]
+        return torch.isneginf(logits).nonzero()[:, 0].tolist()
+    if scores.support_ids is not None and scores.support_logprobs is not None:
+        ids = scores.support_ids[position]
+        return ids[(ids >= 0) & torch.isneginf(scores.support_logprobs[position])].tolist()
+    if scores.sampled_logprobs is not None and torch.isneginf(scores.sampled_logprobs[position]):
+        return [int(item.rollout.token_ids[position])]
+    return []

@@ -136,19 +136,30 @@ def test_a_batch_that_the_options_empty_is_an_error_that_names_them(two_models):
         student.update(scored, teacher.head, diagnostics_k=0)
 
 
-def test_a_teacher_that_forbids_a_token_stops_the_run_before_a_step(two_models):
-    from dataclasses import replace
-
-    config = config_of(*two_models, loss={"support": "sampled"})
+@pytest.mark.parametrize("support", ["sampled", "topk", "full"])
+def test_a_teacher_that_forbids_a_token_stops_the_run_before_a_step_and_is_told_apart(two_models, support):
+    config = config_of(*two_models, loss={"support": support, "topk": {"k": VOCABULARY}})
     student = Student(config, VOCABULARY)
-    teacher, scored = scored_by(config, student)
-    forbidden = scored[1].scores.sampled_logprobs.clone()
-    forbidden[2] = -torch.inf
-    scored[1] = replace(scored[1], scores=replace(scored[1].scores, sampled_logprobs=forbidden))
+    teacher, scored = scored_by(config, student, k=VOCABULARY)
+    written = int(scored[1].rollout.token_ids[2])
+    # A bias of −inf forbids a token everywhere, for every support; the first rollout that meets it is the one named.
+    forbidden, position = (written, 2) if support == "sampled" else ((written + 1) % VOCABULARY, 0)
+    bias = torch.zeros(len(teacher.head.weight))
+    bias[forbidden] = -torch.inf
+    teacher.model.get_output_embeddings().bias = torch.nn.Parameter(bias, requires_grad=False)
+    request = request_for(config.loss, 4)
+    scored = [scored[0], *teacher.score([item.rollout for item in scored[1:]], request)]
     before = {name: p.detach().clone() for name, p in student.trainable.items()}
+    if support == "full":
+        # Hidden states carry no bias: the head is the teacher's, so the first token of all is the one.
+        where = "prompt 0, sample 0, completion token 0"
+    else:
+        where = f"prompt 0, sample 1, completion token {position}"
     with pytest.raises(TrainingError) as caught:
         student.update(scored, teacher.head, diagnostics_k=0)
-    assert "prompt 0, sample 1, completion token 2" in caught.value.where
+    assert where in caught.value.where
+    assert f"probability of token {forbidden} (" in caught.value.why
+    assert ("mask_token_ids" in caught.value.fix) == (support == "sampled")
     assert all(torch.equal(before[name], p) for name, p in student.trainable.items())
 
 

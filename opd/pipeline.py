@@ -51,7 +51,7 @@ def build_pipeline(config: Config, phase: Callable[[str], None], warn: Callable[
     phase(f"loading the student {config.student.model}")
     student = Student(config, vocab_size)
     phase("starting the sampler")
-    sampler = build_sampler(config, student)
+    sampler = build_sampler(config, student, warn)
     evaluator = Evaluator(config, heldout, teacher, teacher_writer(config, teacher)) if heldout else None
     return Pipeline(prompts, sampler, teacher, student, evaluator)
 

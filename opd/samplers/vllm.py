@@ -101,6 +101,9 @@ class VllmSampler:
         }
         if on_cpu:
             options["kv_cache_memory_bytes"] = int(settings.cpu_kv_cache_gib * 2**30)
+            # A prompt cut in two has its seeded draw taken back, which the engine cannot do with a CPU generator: it
+            # crashes as soon as more prompts wait than fit into one pass.
+            options["enable_chunked_prefill"] = False
         else:
             options["gpu_memory_utilization"] = settings.gpu_memory_utilization
             options["enable_sleep_mode"] = settings.sleep

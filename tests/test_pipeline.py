@@ -1,0 +1,42 @@
+"""Facts about what is refused before any weights are loaded."""
+
+import pytest
+
+from opd.config import Config
+from opd.errors import PreflightError
+from opd.pipeline import check_pair
+
+SHARED_TOKENS, CONTEXT = 64, 256
+
+
+def pair(two_models, **sections):
+    student, teacher = two_models
+    base = {"student": {"model": str(student)}, "teacher": {"model": str(teacher)}, "data": {"max_prompt_tokens": 32}}
+    rollout = {"rollout": {"max_tokens": 32}}
+    return Config.model_validate(base | rollout | sections)
+
+
+def test_vocabularies_padded_to_different_sizes_share_the_smaller_one(two_models):
+    warnings = []
+    assert check_pair(pair(two_models), warnings.append) == SHARED_TOKENS
+
+
+def test_prompt_and_completion_that_do_not_fit_the_context_name_the_settings(two_models):
+    config = pair(two_models, rollout={"max_tokens": CONTEXT - 31})
+    with pytest.raises(PreflightError, match="longer than the student's context") as caught:
+        check_pair(config, pytest.fail)
+    assert f"rollout.max_tokens={CONTEXT - 31}" in caught.value.where
+    assert str(CONTEXT) in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("key", "sections"),
+    [
+        ("loss.topk.k", {"loss": {"support": "topk", "topk": {"k": SHARED_TOKENS + 1}}}),
+        ("diagnostics.k", {"diagnostics": {"k": SHARED_TOKENS + 1}}),
+    ],
+)
+def test_a_k_larger_than_the_vocabulary_is_refused(two_models, key, sections):
+    with pytest.raises(PreflightError, match=f"{key}={SHARED_TOKENS + 1} is larger") as caught:
+        check_pair(pair(two_models, **sections), lambda _: None)
+    assert str(SHARED_TOKENS) in caught.value.fix

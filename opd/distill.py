@@ -59,37 +59,31 @@ def distill(config: Config, run: RunDirectory, display: Display, trackers: Track
     """Trains the student and returns how it went; `resume` names the checkpoint to go on from."""
     stages = build_pipeline(config, display.phase, display.warn)
     student, sampler = stages.student, stages.sampler
-    state: dict[str, Any] = {"before": None}
     if resume is not None:
-        state = restore(resume, stages)
+        restore(resume, stages)
         run.rewind(student.version)
 
     display.phase("sending the student's weights to the sampler")
     push_weights(student, sampler)
-    if state["before"] is None and stages.evaluator is not None:
-        display.phase("evaluating the student before training")
-        state["before"] = evaluate(stages, run, display)
+    before = evaluate(stages, run, display) if student.version == 0 else run.evaluation(0)
 
     with StopSignal(display.warn) as stop:
         saved = student.version
         while student.version < config.train.steps and not stop.requested:
+            if due(student.version, config.eval.every):
+                evaluate(stages, run, display)
             record = step(config, stages, run, diagnose=due(student.version, config.diagnostics.every))
             run.append_metrics(record)
             trackers.log(student.version, record)
             display.step(record)
             if due(student.version, config.checkpoint.every):
-                saved = save(config, stages, run, state)
-            if due(student.version, config.eval.every) and student.version < config.train.steps:
-                evaluate(stages, run, display)
+                saved = save(config, stages, run)
         if saved < student.version:
-            save(config, stages, run, state)
+            save(config, stages, run)
 
     interrupted = student.version < config.train.steps
-    after = None
-    if not interrupted and stages.evaluator is not None:
-        display.phase("evaluating the student after training")
-        after = evaluate(stages, run, display)
-    return Summary(student.version, interrupted, state["before"], after)
+    after = None if interrupted else evaluate(stages, run, display)
+    return Summary(student.version, interrupted, before, after)
 
 
 def step(config: Config, stages: Pipeline, run: RunDirectory, *, diagnose: bool) -> dict[str, Any]:
@@ -210,11 +204,19 @@ def rounded(values: torch.Tensor) -> list[float]:
     return [round(value, 5) for value in values.tolist()]
 
 
-def evaluate(stages: Pipeline, run: RunDirectory, display: Display) -> dict[str, float]:
-    """Measures the student on the held-out prompts and writes the result beside the step metrics."""
-    assert stages.evaluator is not None
+def evaluate(stages: Pipeline, run: RunDirectory, display: Display) -> dict[str, float] | None:
+    """Measures the student on the held-out prompts and writes the result beside the step metrics; None without such prompts.
+
+    Each version is measured once, however often the run is resumed.
+    """
+    if stages.evaluator is None:
+        return None
+    version = stages.student.version
+    if (known := run.evaluation(version)) is not None:
+        return known
+    display.phase(f"evaluating the student {f'after step {version}' if version else 'before training'}")
     result = stages.evaluator.evaluate(stages.student, stages.sampler)
-    run.append_eval({"step": stages.student.version, **result.values, "by_position": result.by_position})
+    run.append_eval({"step": version, **result.values, "by_position": result.by_position})
     return result.values
 
 
@@ -223,26 +225,25 @@ def due(number: int, every: int) -> bool:
     return every > 0 and number % every == 0
 
 
-def save(config: Config, stages: Pipeline, run: RunDirectory, state: dict[str, Any]) -> int:
+def save(config: Config, stages: Pipeline, run: RunDirectory) -> int:
     """Writes a checkpoint from which the run goes on as if nothing had happened; returns its step."""
     student = stages.student
     save_checkpoint(
         run.checkpoints,
         student.version,
         student.state(),
-        {**state, "prompts": stages.prompts.state_dict(), "student": config.student.model},
+        {"prompts": stages.prompts.state_dict(), "student": config.student.model},
         keep_last=config.checkpoint.keep_last,
     )
     return student.version
 
 
-def restore(path: Path, stages: Pipeline) -> dict[str, Any]:
-    """Puts student, optimizer and prompt stream back to where a checkpoint was saved; returns the run's own state."""
+def restore(path: Path, stages: Pipeline) -> None:
+    """Puts student, optimizer and prompt stream back to where a checkpoint was saved."""
     student = stages.student
     checkpoint = load_checkpoint(path, like=student.state())
     student.load_state(checkpoint.tensors, checkpoint.step)
     stages.prompts.load_state_dict(checkpoint.state["prompts"])
-    return {"before": checkpoint.state["before"]}
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -151,6 +151,14 @@ class RunDirectory:
         except OSError as error:
             raise _cannot_write(self.rollouts, error) from error
 
+    def evaluation(self, step: int) -> dict[str, float] | None:
+        """Returns the held-out evaluation of a step; None where evals.jsonl has none."""
+        record = next((record for record in self.evals() if record.get("step") == step), None)
+        if record is None:
+            return None
+        del record["step"]
+        return {name: value for name, value in record.items() if not isinstance(value, Mapping)}
+
     def rewind(self, step: int) -> None:
         """Drops the metrics, evaluations and rollouts of every step after `step`, and lines torn by a kill."""
         for file in (self.metrics_file, self.evals_file):

@@ -27,7 +27,7 @@ def arguments(two_models, prompts_file):
     return [
         *("--student", str(student), "--teacher", str(teacher), "--data", f"{prompts_file},prompt=question"),
         *("rollout.sampler=hf", "rollout.prompts=4", "rollout.group_size=2", "rollout.max_tokens=8"),
-        *("eval.prompts=4", "eval.max_tokens=8", "train.learning_rate=1e-3", "checkpoint.every=1"),
+        *("eval.prompts=4", "eval.max_tokens=8", "eval.every=2", "train.learning_rate=1e-3", "checkpoint.every=1"),
         *(
             "student.compute_dtype=float32",
             "teacher.dtype=float32",
@@ -58,8 +58,8 @@ def here(arguments, *overrides):
     return launch(Request(overrides=[*arguments[6:], *overrides], flags=flags))
 
 
-def metrics_of(run):
-    records = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+def metrics_of(run, file="metrics.jsonl"):
+    records = [json.loads(line) for line in (Path(run) / file).read_text().splitlines()]
     return [{k: v for k, v in record.items() if not any(mark in k for mark in UNREPEATABLE)} for record in records]
 
 
@@ -82,6 +82,19 @@ def test_a_run_leaves_metrics_rollouts_checkpoints_and_its_configuration(uninter
     assert len(rollouts[0]["token_ids"]) == len(rollouts[0]["sampler_logprobs"])
     assert (uninterrupted / "config.yaml").exists()
     assert (uninterrupted / "env.json").exists()
+
+
+def test_held_out_prompts_are_measured_once_a_version_also_when_a_finished_run_is_resumed(arguments, tmp_path):
+    here(arguments, "train.steps=3", f"run.dir={tmp_path}", "run.name=one")
+    first = (tmp_path / "one" / "evals.jsonl").read_text()
+    assert [record["step"] for record in metrics_of(tmp_path / "one", "evals.jsonl")] == [0, 2, 3]
+    again = launch(Request(resume=str(tmp_path / "one")))
+    assert (tmp_path / "one" / "evals.jsonl").read_text() == first
+    assert again["before"]["reverse_kl"] != again["after"]["reverse_kl"]
+    # Killed between the checkpoint and its evaluation.
+    (tmp_path / "one" / "evals.jsonl").write_text(first.splitlines()[0] + "\n")
+    launch(Request(resume=str(tmp_path / "one")))
+    assert (tmp_path / "one" / "evals.jsonl").read_text().splitlines()[-1] == first.splitlines()[-1]
 
 
 def test_training_brings_the_student_nearer_to_the_teacher(arguments, tmp_path):
@@ -116,6 +129,7 @@ def test_a_run_killed_at_any_moment_and_resumed_equals_the_one_that_was_not(argu
     assert process.returncode == -signal.SIGKILL, f"the run ended before it could be killed at step {wanted}"
     opd("distill", "--resume", run)
     assert metrics_of(run) == metrics_of(uninterrupted)
+    assert metrics_of(run, "evals.jsonl") == metrics_of(uninterrupted, "evals.jsonl")
     assert sorted(p.name for p in run.glob("rollouts/*")) == sorted(p.name for p in uninterrupted.glob("rollouts/*"))
 
 

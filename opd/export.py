@@ -41,7 +41,7 @@ def export_run(run: Path, folder: Path, *, adapter: bool = False, dtype: str | N
             fix="leave --adapter out",
         )
     if dtype not in (None, "float32", "bfloat16"):
-        raise ConfigError(f"dtype {dtype} cannot be exported.", fix="use float32 or bfloat16")
+        raise ConfigError(f"dtype {dtype} cannot be exported.", where="--dtype", fix="use float32 or bfloat16")
     _require_empty(folder)
     checkpoint = latest_checkpoint(opened.checkpoints)
     if checkpoint is None:

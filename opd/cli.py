@@ -46,6 +46,14 @@ _LESS_MEMORY = (
     "or set student.gradient_checkpointing=true; a run goes on with --resume RUN and these settings"
 )
 
+NATIVE_DEFAULTS = {
+    # Large CPU tensors in huge pages: a tenth of a step would otherwise go into faulting them in, one 4-KiB page at a time.
+    "THP_MEM_ALLOC_ENABLE": "1",
+    # vLLM's CPU engine tells everyone about its NUMA binding.
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+"""What torch's native code reads from the environment when it is loaded; what the user has set stays."""
+
 Answer = Callable[..., None]
 """Prints what a command has to say: a document under --json, a text otherwise."""
 
@@ -115,6 +123,10 @@ def export(
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Keep LoRA adapters apart instead of merging them.")
     ] = False,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", help="float32 or bfloat16 (default: as the student was released).", show_default=False),
+    ] = None,
     json_output: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -122,7 +134,7 @@ def export(
     with _reporting(json_output=json_output, debug=debug) as answer:
         from opd.export import export_run
 
-        written = export_run(run, folder, adapter=adapter)
+        written = export_run(run, folder, adapter=adapter, dtype=dtype)
         answer({"folder": str(written)}, f"wrote {written}")
 
 
@@ -226,6 +238,8 @@ def main() -> None:
         # A terminal that cannot show "‖" shows "?" and does not end a run.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
+    for name, value in NATIVE_DEFAULTS.items():
+        os.environ.setdefault(name, value)
     app(prog_name="opd")
 
 

@@ -320,8 +320,8 @@ class EvalSettings(Section):
     """Completion tokens at most."""
     every: Annotated[int, Field(ge=0)] = 0
     """Also evaluate every so many steps; 0 = before and after only."""
-    teacher_completions: bool = True
-    """Also report the reverse KL on completions that the teacher wrote once (in-process teachers only)."""
+    teacher_completions: Annotated[int, Field(ge=0)] = 64
+    """Held-out prompts, at most, that the teacher completes once: the reverse KL on these fixed texts is reported too (in-process teachers only); 0 = none."""
 
 
 class DiagnosticsSettings(Section):

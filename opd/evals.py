@@ -29,7 +29,7 @@ class Evaluation:
 
 
 class Evaluator:
-    """The held-out prompts, and the teacher's own completions of them, written once."""
+    """The held-out prompts, and the teacher's own completions of some of them, written once."""
 
     def __init__(self, config: Config, prompts: Sequence[Prompt], teacher: Scorer, writer: Sampler | None) -> None:
         """`writer` samples from the teacher; None leaves the teacher's own completions out."""
@@ -63,8 +63,9 @@ class Evaluator:
         """The reverse KL on completions that the teacher wrote: the same texts before and after."""
         if self._teacher_scored is None:
             params = SamplingParams(max_tokens=self.config.eval.max_tokens, stop_token_ids=student.eos_ids)
-            asked = [replace(prompt, student_ids=prompt.teacher_ids) for prompt in self.prompts]
-            by_index = {prompt.index: prompt for prompt in self.prompts}
+            prompts = self.prompts[: self.config.eval.teacher_completions]
+            asked = [replace(prompt, student_ids=prompt.teacher_ids) for prompt in prompts]
+            by_index = {prompt.index: prompt for prompt in prompts}
             written = writer.generate(asked, params, EVAL_SEED)
             self._teacher_scored = self._scored(replace(r, prompt=by_index[r.prompt.index]) for r in written)
         scored = self._teacher_scored

@@ -175,8 +175,8 @@ class VllmSettings(Section):
 
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.35
     """Share of one GPU's memory for the engine (weights and KV cache)."""
-    cpu_kv_cache_gib: Annotated[float, Field(gt=0)] = 2.0
-    """KV cache on a CPU machine."""
+    cpu_kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
+    """KV cache on a CPU machine. Unset: room for every sequence that is written at the same time, at most 4 GiB or one sequence."""
     enforce_eager: bool | None = None
     """Skip compilation: starts in seconds, samples slower. Unset: eager on a CPU, compiled on a GPU."""
     sleep: bool = False

@@ -50,7 +50,7 @@ def tiny_tokenizer():
     return tokenizer
 
 
-def save_tiny_llama(folder: Path, *, seed: int, vocab_size: int, tied: bool, layers: int = 2) -> Path:
+def save_tiny_llama(folder: Path, *, seed: int, vocab_size: int, tied: bool, layers: int = 2, head_dim: int = 8) -> Path:
     """Writes a random Llama whose next-token distributions are far from uniform, with its tokenizer; returns the folder."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -63,6 +63,7 @@ def save_tiny_llama(folder: Path, *, seed: int, vocab_size: int, tied: bool, lay
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=head_dim,
         max_position_embeddings=256,
         initializer_range=0.3,
         tie_word_embeddings=tied,

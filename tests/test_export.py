@@ -117,6 +117,36 @@ def test_the_type_is_that_of_the_student_or_the_one_asked_for(base, tmp_path):
     assert torch.equal(exported.model.norm.weight, student.model.norm.weight)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("tied", [True, False])
+def test_vllm_loads_the_folder_and_continues_as_transformers_does(tied, tmp_path):
+    pytest.importorskip("vllm")
+    from opd.samplers import vllm
+
+    # The CPU engine has attention for heads of 32 and more.
+    base = save_tiny_llama(tmp_path / "base", seed=3, vocab_size=SHARED_TOKENS, tied=tied, head_dim=32)
+    run = run_of(base, tmp_path)
+    student = trained(base, run)
+    out = export_run(run.path, tmp_path / "out", dtype="float32")
+    vllm.prepare_environment()
+    options = {"dtype": "float32", "enforce_eager": True, "max_model_len": 64, "kv_cache_memory_bytes": 2**26}
+    llm = vllm.start_engine(str(out), options)
+    try:
+        from vllm import SamplingParams as EngineParams
+
+        greedy = EngineParams(temperature=0, max_tokens=8, ignore_eos=True)
+        (result,) = llm.generate([{"prompt_token_ids": TOKENS[0].tolist()}], greedy, use_tqdm=False)
+    finally:
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        llm.llm_engine.engine_core.shutdown()
+        cleanup_dist_env_and_memory()
+    expected = TOKENS
+    for _ in range(8):
+        expected = torch.cat([expected, student(expected).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+    assert list(result.outputs[0].token_ids) == expected[0, TOKENS.shape[1] :].tolist()
+
+
 def test_a_student_released_with_a_temperature_but_without_do_sample_can_be_exported(base, tmp_path):
     copy = tmp_path / "copy"
     AutoModelForCausalLM.from_pretrained(base).save_pretrained(copy)

@@ -173,16 +173,25 @@ def _vllm(config: Config, student: Student) -> Sampler:
             fix="use a temperature in that range, or rollout.sampler=hf",
         )
     from opd.models import resolve_dtype
-    from opd.samplers.vllm import VllmSampler
+    from opd.samplers.vllm import VllmSampler, kv_cache_gib
 
+    settings = config.vllm
+    engine_dtype = student.compute_dtype if dtype == "auto" else resolve_dtype(dtype, student.device)
+    # pipeline.check_pair saw to it that this much fits into the model's context.
+    context_length = config.data.max_prompt_tokens + max(config.rollout.max_tokens, config.eval.max_tokens)
+    if settings.cpu_kv_cache_gib is None:
+        at_once = max(config.rollout.prompts * config.rollout.group_size, config.eval.prompts)
+        gib = kv_cache_gib(
+            student.model.config.get_text_config(), engine_dtype, min(at_once, settings.max_concurrent), context_length
+        )
+        settings = settings.model_copy(update={"cpu_kv_cache_gib": gib})
     return VllmSampler(
         config.student.model,
-        config.vllm,
+        settings,
         revision=config.student.revision,
         vocab_size=student.vocab_size,
-        dtype=student.compute_dtype if dtype == "auto" else resolve_dtype(dtype, student.device),
-        # pipeline.check_pair saw to it that this much fits into the model's context.
-        context_length=config.data.max_prompt_tokens + max(config.rollout.max_tokens, config.eval.max_tokens),
+        dtype=engine_dtype,
+        context_length=context_length,
         on_cpu=student.device.type == "cpu",
         reads_text=bool(config.rollout.stop),
         seed=config.run.seed,

@@ -24,6 +24,10 @@ from opd.samplers import Capabilities, SamplingParams, check_prompts, draw_seed
 from opd.types import FinishReason, Prompt, Rollout
 
 
+CPU_BLOCK_TOKENS = 32
+"""Tokens of a KV-cache block: the least that the CPU engine's attention kernels are made for."""
+
+
 def prepare_environment() -> None:
     """Sets what vLLM reads when it is imported, leaving alone what the user has set.
 
@@ -42,6 +46,16 @@ def prepare_environment() -> None:
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+
+
+def kv_cache_gib(model_config: Any, dtype: torch.dtype, sequences: int, context_length: int) -> float:
+    """Returns the GiB of KV cache for `sequences` at once of `context_length` tokens: no more than 4 but for one sequence."""
+    heads = getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads
+    head_dim = getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads
+    token = 2 * model_config.num_hidden_layers * heads * head_dim * dtype.itemsize
+    # One block more: the engine keeps one for itself.
+    sequence = (-(-context_length // CPU_BLOCK_TOKENS) + 1) * CPU_BLOCK_TOKENS * token
+    return max(min(sequences * sequence / 2**30, 4.0), 2 * sequence / 2**30)
 
 
 class VllmSampler:
@@ -100,7 +114,10 @@ class VllmSampler:
             "seed": seed,
         }
         if on_cpu:
-            options["kv_cache_memory_bytes"] = int(settings.cpu_kv_cache_gib * 2**30)
+            if settings.cpu_kv_cache_gib is not None:
+                options["kv_cache_memory_bytes"] = int(settings.cpu_kv_cache_gib * 2**30)
+            # vLLM's 128 would share no prompt shorter than that between the rollouts of a group.
+            options["block_size"] = CPU_BLOCK_TOKENS
             # A prompt cut in two has its seeded draw taken back, which the engine cannot do with a CPU generator: it
             # crashes as soon as more prompts wait than fit into one pass.
             options["enable_chunked_prefill"] = False
@@ -108,7 +125,7 @@ class VllmSampler:
             options["gpu_memory_utilization"] = settings.gpu_memory_utilization
             options["enable_sleep_mode"] = settings.sleep
         try:
-            self._llm = _start(model, options)
+            self._llm = start_engine(model, options)
         except OpdError:
             raise
         except Exception as error:
@@ -262,7 +279,7 @@ def _reason(error: Exception) -> str:
     return found.partition(" [type=")[0].partition(". ")[0]
 
 
-def _start(model: str, options: dict[str, Any]) -> Any:
+def start_engine(model: str, options: dict[str, Any]) -> Any:
     """Returns the engine, with the process around it as it was."""
     with _undisturbed(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

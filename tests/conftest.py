@@ -50,7 +50,9 @@ def tiny_tokenizer():
     return tokenizer
 
 
-def save_tiny_llama(folder: Path, *, seed: int, vocab_size: int, tied: bool, layers: int = 2, head_dim: int = 8) -> Path:
+def save_tiny_llama(
+    folder: Path, *, seed: int, vocab_size: int, tied: bool, layers: int = 2, head_dim: int = 8
+) -> Path:
     """Writes a random Llama whose next-token distributions are far from uniform, with its tokenizer; returns the folder."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

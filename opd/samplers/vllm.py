@@ -23,7 +23,6 @@ from opd.errors import OpdError, PreflightError, TrainingError
 from opd.samplers import Capabilities, SamplingParams, check_prompts, draw_seed
 from opd.types import FinishReason, Prompt, Rollout
 
-
 CPU_BLOCK_TOKENS = 32
 """Tokens of a KV-cache block: the least that the CPU engine's attention kernels are made for."""
 

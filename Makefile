@@ -20,8 +20,10 @@ export OPD_CACHE OPD_PYTHON
 
 PYTHON := .venv/bin/python
 PRUNED := $(OPD_CACHE)/smollm2-135m-pruned
+comma := ,
+DEMO_TASKS := coin_flip+lcm
 DEMO_MODELS := --teacher "$(OPD_CACHE)/smollm2-135m" --student "$(PRUNED)" \
-	--data "$(OPD_CACHE)/reasoning-gym/prompts.jsonl,prompt=question"
+	--data "$(OPD_CACHE)/reasoning-gym-$(DEMO_TASKS)-512/prompts.jsonl,prompt=question"
 SCHEMA := $(PYTHON) tools/generate.py
 
 .PHONY: demo demo-models test test-slow lint golden schema check-schema bench setup clean
@@ -31,7 +33,7 @@ demo: demo-models
 
 # The student is not made again when the teacher is older: a folder is there as a whole or not at all.
 demo-models: setup
-	$(PYTHON) tools/fetch_models.py smollm2-135m reasoning-gym
+	$(PYTHON) tools/fetch_models.py smollm2-135m reasoning-gym --tasks $(subst +,$(comma),$(DEMO_TASKS)) --rows 512
 	test -d "$(PRUNED)" || $(PYTHON) tools/prune_layers.py "$(OPD_CACHE)/smollm2-135m" "$(PRUNED)" --layers 12,14,16,18
 
 test: setup

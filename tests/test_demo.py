@@ -2,30 +2,17 @@
 
 import json
 import subprocess
-import sys
 
 import pytest
-from conftest import ROOT, fetched
+from conftest import ROOT
 
 
 @pytest.mark.slow
 def test_the_demo_heals_the_pruned_student(tmp_path):
-    teacher, prompts, pruned = fetched("smollm2-135m"), fetched("reasoning-gym"), tmp_path / "pruned"
-    prune = [
-        sys.executable,
-        str(ROOT / "tools" / "prune_layers.py"),
-        str(teacher),
-        str(pruned),
-        "--layers",
-        "12,14,16,18",
-    ]
-    subprocess.run(prune, check=True)
-    command = [sys.executable, "-m", "opd", "distill", str(ROOT / "recipes" / "demo-cpu.yaml"), "--json"]
-    command += ["--teacher", str(teacher), "--student", str(pruned)]
-    command += ["--data", f"{prompts / 'prompts.jsonl'},prompt=question", f"run.dir={tmp_path}"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = ["make", "--silent", "demo", f"DEMO_ARGS=--json run.dir={tmp_path}"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    summary = json.loads(result.stdout)
+    summary = json.loads(result.stdout.splitlines()[-1])
     before, after = summary["before"], summary["after"]
     assert after["reverse_kl"] <= 0.6 * before["reverse_kl"]
     assert after["overlap"] > before["overlap"]

@@ -75,7 +75,7 @@ def _padded(sequences: Sequence[tuple[Sequence[int], Tensor]]) -> Microbatch:
 
 
 def _packed(sequences: Sequence[tuple[Sequence[int], Tensor]]) -> Microbatch:
-    """One row: what all prompts begin with, then every distinct prompt followed by its completions."""
+    """One row: what all prompts begin with, then every distinct prompt and its completions."""
     answers: dict[tuple[int, ...], list[int]] = {}
     for number, (prompt, _) in enumerate(sequences):
         answers.setdefault(tuple(prompt), []).append(number)
@@ -95,12 +95,15 @@ def _packed(sequences: Sequence[tuple[Sequence[int], Tensor]]) -> Microbatch:
     index: list[Tensor] = [torch.empty(0, dtype=torch.int64)] * len(sequences)
     root = add(next(iter(answers))[:shared], 0, -1)
     for prompt, numbers in answers.items():
-        node = add(prompt[shared:], shared, root)
-        last_of_prompt = sum(lengths[: node + 1]) - 1
+        own, node = torch.tensor(prompt[shared:], dtype=torch.int64), root
+        last_of_prompt = sum(lengths) + len(own) - 1 if len(own) else shared - 1
+        if len(numbers) > 1:
+            # A segment for its completions to share; a lone completion is in one with its prompt, which saves a call.
+            node, own = add(own, shared, root), own[:0]
         for number in numbers:
-            start = sum(lengths)
             ids = sequences[number][1]
-            add(ids[:-1], len(prompt), node)
+            start = sum(lengths) + len(own)
+            add(torch.cat([own, ids[:-1]]), len(prompt) - len(own), node)
             index[number] = torch.cat([torch.tensor([last_of_prompt]), torch.arange(start, start + len(ids) - 1)])
     return Microbatch(
         input_ids=torch.cat(tokens)[None],

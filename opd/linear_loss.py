@@ -22,6 +22,8 @@ from opd.types import ScoreRequest, Targets, TeacherScores
 
 CPU_BLOCK_ELEMENTS = 2**19
 """Logits a CPU thread works on at a time: blocks that stay in the cache take a third of the time of whole chunks."""
+CPU_GRADIENT_ROWS = 2048
+"""Vocabulary rows of the head's gradient that a CPU adds to at a time."""
 
 
 def head_loss(
@@ -73,11 +75,7 @@ class _ChunkedLoss(torch.autograd.Function):
             if d_hidden is not None:
                 d_hidden[rows] = d_product @ plan.head.weight
             if d_weight is not None:
-                accumulator = d_weight[:vocab_size]
-                if d_product.dtype == accumulator.dtype == part.dtype:
-                    accumulator.addmm_(d_product.t(), part)
-                else:
-                    accumulator += d_product.t() @ part.to(d_product.dtype)
+                _add_weight_gradient(d_weight[:vocab_size], d_product, part)
             if d_bias is not None:
                 d_bias[:vocab_size] += d_product.sum(0)
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
@@ -88,6 +86,18 @@ class _ChunkedLoss(torch.autograd.Function):
         # In place: a second backward pass through the same loss is refused by autograd's version check.
         scaled = [None if tensor is None else tensor.mul_(upstream) for tensor in ctx.saved_tensors]
         return scaled[0], scaled[1], scaled[2], None, None
+
+
+def _add_weight_gradient(total: Tensor, d_product: Tensor, hidden: Tensor) -> None:
+    """Adds d_productᵀ [V, c] · hidden [c, D] to `total` [V, D], which stays in its own, wider type."""
+    if d_product.dtype == total.dtype == hidden.dtype:
+        total.addmm_(d_product.t(), hidden)
+        return
+    hidden = hidden.to(d_product.dtype)
+    # A CPU takes half the time when a product in the narrow type is added while it is still in the cache.
+    step = CPU_GRADIENT_ROWS if total.device.type == "cpu" else len(total)
+    for rows in _cut(len(total), step):
+        total[rows] += d_product[:, rows].t() @ hidden
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ from opd.config import Config
 from opd.data import PromptStream, heldout_prompts, load_sources
 from opd.errors import PreflightError
 from opd.evals import Evaluator
-from opd.models import load_model_config, load_tokenizer
+from opd.memory import keep_freed_memory
+from opd.models import load_model_config, load_tokenizer, resolve_device
 from opd.samplers import Sampler, build_sampler
 from opd.student import Student
 from opd.teachers import Scorer, build_teacher
@@ -46,6 +47,8 @@ def build_pipeline(config: Config, phase: Callable[[str], None], warn: Callable[
         warn(warning)
     if len(heldout) < config.eval.prompts:
         warn(f"the data has room for {len(heldout)} held-out prompts, not the {config.eval.prompts} of eval.prompts")
+    if resolve_device(config.student.device).type == "cpu":
+        keep_freed_memory()
     phase(f"loading the teacher {config.teacher.model}")
     teacher = build_teacher(config, vocab_size)
     phase(f"loading the student {config.student.model}")

@@ -12,8 +12,8 @@ def test_packed_rows_point_at_the_token_before_each_completion_token():
     batch = batching.lay_out(PAIRS, packed=True)
     assert batch.input_ids.tolist() == [[11, 12, 13, 14, 21, 22]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1]]
-    assert batch.segments.lengths == (3, 1, 2)
-    assert batch.segments.parents == (-1, 0, -1)
+    assert batch.segments.lengths == (4, 2)
+    assert batch.segments.parents == (-1, -1)
     assert batch.predicting_index.tolist() == [2, 3, 5]
 
 
@@ -34,7 +34,7 @@ def test_the_beginning_that_all_prompts_share_is_in_the_row_once():
     batch = batching.lay_out(sequences, packed=True)
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 9, 10, 11]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 5, 6, 7]]
-    assert [batch.segments.chain(i) for i in range(5)] == [(0,), (0, 1), (0, 1, 2), (0, 3), (0, 3, 4)]
+    assert [batch.segments.chain(i) for i in range(3)] == [(0,), (0, 1), (0, 2)]
     assert batch.input_ids[0][batch.predicting_index].tolist() == [6, 7, 10, 11, 5]
 
 

@@ -234,6 +234,19 @@ def test_the_size_of_the_blocks_that_fit_the_cache_changes_nothing(name, monkeyp
             torch.testing.assert_close(one, two, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("product_dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_weight_gradient_is_summed_in_its_own_type_and_block_by_block(product_dtype):
+    """bfloat16 would round the small second addend away; the blocks of rows end in a short one."""
+    rows = 2 * linear_loss.CPU_GRADIENT_ROWS + 7
+    d_product, hidden = random(16, rows, seed=11, dtype=product_dtype), random(16, D, seed=12, dtype=product_dtype)
+    total = torch.zeros(rows, D, dtype=torch.float32)
+    linear_loss._add_weight_gradient(total, d_product, hidden)
+    linear_loss._add_weight_gradient(total, d_product / 1024, hidden)
+    expected = (1 + 1 / 1024) * d_product.double().t() @ hidden.double()
+    rounding = 3e-3 if product_dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(total.double(), expected, rtol=rounding, atol=10 * rounding)
+
+
 def test_the_sampling_log_probability_is_at_the_rollout_temperature():
     head, teacher_head = heads()
     hidden = random(T, D, seed=7)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -13,6 +13,9 @@ from rich.panel import Panel
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from opd.config import Config
 
 Record = Mapping[str, Any]
 
@@ -77,19 +80,20 @@ _LINE = (
 _OUTCOME = (
     ("reverse KL, nats/token", ("reverse_kl", "reverse_kl_sampled"), None, ".3f"),
     ("reverse KL on the teacher's texts", ("teacher_text_reverse_kl",), None, ".3f"),
-    ("overlap of the top-k tokens", ("overlap",), None, ".3f"),
+    ("overlap of the top {k} tokens", ("overlap",), None, ".3f"),
     ("entropy, nats/token", ("student_entropy",), "teacher_entropy", ".3f"),
     ("mean length, tokens", ("completion_length_tokens",), "teacher_completion_length_tokens", ".1f"),
 )
-"""Rows of the last panel: title, names of the student's value (the first that is there), name of the teacher's."""
+"""Rows of the last panel: title, names of the student's value (the first that is there), name of the teacher's. {k} is `diagnostics.k`."""
 
 
 class Display:
     """Progress of one run, on the console it is given; `live` keeps a line with the phase and the time left at the bottom."""
 
-    def __init__(self, console: Console, *, total_steps: int, live: bool) -> None:
+    def __init__(self, console: Console, *, total_steps: int, diagnostics_k: int, live: bool) -> None:
         self._console = console
         self._total_steps = total_steps
+        self._diagnostics_k = diagnostics_k
         self._live: Live | None = None
         self._spinner = Spinner("dots", text="starting")
         self._rows = 0
@@ -131,7 +135,7 @@ class Display:
     ) -> None:
         """Shows the evaluation before and after, where everything is, and what to type next."""
         self.close()
-        outcome = outcome_rows(before, after)
+        outcome = outcome_rows(before, after, self._diagnostics_k)
         if not self._console.is_terminal:
             for title, *values in outcome:
                 self._line(
@@ -208,10 +212,15 @@ class Display:
         return duration(seconds)
 
 
-def open_display(*, json_output: bool, total_steps: int) -> Display:
+def open_display(config: Config, *, json_output: bool) -> Display:
     """Returns the display for this process: on stderr when stdout is to hold one JSON document; NO_COLOR is respected."""
     console = Console(stderr=json_output, highlight=False)
-    return Display(console, total_steps=total_steps, live=console.is_terminal and not console.is_dumb_terminal)
+    return Display(
+        console,
+        total_steps=config.train.steps,
+        diagnostics_k=config.diagnostics.k,
+        live=console.is_terminal and not console.is_dumb_terminal,
+    )
 
 
 def with_throughput(record: Record) -> Record:
@@ -221,7 +230,9 @@ def with_throughput(record: Record) -> Record:
     return record
 
 
-def outcome_rows(before: Record | None, after: Record | None) -> list[tuple[str, str, str, str, str]]:
+def outcome_rows(
+    before: Record | None, after: Record | None, diagnostics_k: int
+) -> list[tuple[str, str, str, str, str]]:
     """Returns title, before, after, change and the teacher's value for everything that was measured."""
     if before is None and after is None:
         return []
@@ -231,6 +242,7 @@ def outcome_rows(before: Record | None, after: Record | None) -> list[tuple[str,
         name = next((name for name in names if first.get(name) is not None or last.get(name) is not None), None)
         if name is None:
             continue
+        title = title.format(k=diagnostics_k)
         if name == "reverse_kl_sampled":
             title = f"{title} (sampled)"
         old, new = first.get(name), last.get(name)

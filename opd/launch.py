@@ -38,7 +38,7 @@ def launch(request: Request) -> dict[str, Any]:
     run, loaded, checkpoint = _resumed(request) if request.resume else _new(request)
     from opd.display import open_display
 
-    display = open_display(json_output=request.json_output, total_steps=loaded.config.train.steps)
+    display = open_display(loaded.config, json_output=request.json_output)
     try:
         display.phase(f"run {run.path}")
         for warning in loaded.warnings:
@@ -113,8 +113,8 @@ def _resumed(request: Request) -> tuple[RunDirectory, LoadedConfig, Path | None]
     checkpoint = latest_checkpoint(run.checkpoints)
     if checkpoint is None:
         run.rewind(-1)
+    run.note_resumption(loaded.overrides)
     if loaded.overrides:
-        run.note_overrides(loaded.overrides)
         run.write_config(loaded)
     return run, loaded, checkpoint
 

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -41,6 +42,7 @@ class RunDirectory:
         self.config_file = path / "config.yaml"
         self.metrics_file = path / "metrics.jsonl"
         self.evals_file = path / "evals.jsonl"
+        self.env_file = path / "env.json"
         self.error_file = path / "error.txt"
         self.rollouts = path / "rollouts"
         self.checkpoints = path / "checkpoints"
@@ -60,7 +62,7 @@ class RunDirectory:
 
         run.write_config(loaded)
         _write_aside(run.path / "overrides.txt", "".join(f"{text}\n" for text in loaded.overrides))
-        _write_aside(run.path / "env.json", json.dumps(environment(), indent=2) + "\n")
+        _write_aside(run.env_file, json.dumps(environment(), indent=2) + "\n")
         if diff := source_diff():
             _write_aside(run.path / "code.diff", diff)
         return run
@@ -120,19 +122,27 @@ class RunDirectory:
         header = "# The resolved configuration of this run; `opd distill --resume` reads it.\n"
         _write_aside(self.config_file, header + resolved_yaml(loaded))
 
-    def note_overrides(self, overrides: Iterable[str]) -> None:
-        """Adds the overrides of a resumption to overrides.txt."""
+    def note_resumption(self, overrides: Iterable[str]) -> None:
+        """Adds a resumption to overrides.txt, and to "resumed" in env.json the environment where it has changed."""
+        from opd.env import environment
+
         when = datetime.datetime.now().isoformat(timespec="seconds")
-        with (self.path / "overrides.txt").open("a", encoding="utf-8") as file:
-            file.writelines([f"# resumed {when}\n", *(f"{text}\n" for text in overrides)])
+        _append(self.path / "overrides.txt", "".join(f"{text}\n" for text in (f"# resumed {when}", *overrides)))
+
+        here = environment()
+        known = json.loads(self.env_file.read_text(encoding="utf-8")) if self.env_file.exists() else {}
+        resumed = known.pop("resumed", [])
+        if _lasting(here) != _lasting(resumed[-1] if resumed else known):
+            everything = {**known, "resumed": [*resumed, {"at": when, **here}]}
+            _write_aside(self.env_file, json.dumps(everything, indent=2) + "\n")
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
         """Appends one step to metrics.jsonl; numbers that JSON does not have become null."""
-        _append_line(self.metrics_file, record)
+        _append(self.metrics_file, _json_line(record))
 
     def append_eval(self, record: Mapping[str, Any]) -> None:
         """Appends one held-out evaluation to evals.jsonl."""
-        _append_line(self.evals_file, record)
+        _append(self.evals_file, _json_line(record))
 
     def metrics(self) -> list[dict[str, Any]]:
         """Returns the steps in metrics.jsonl; a last line that was torn by a kill is left out."""
@@ -144,12 +154,7 @@ class RunDirectory:
 
     def write_rollouts(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
         """Writes the rollouts of one step, one JSON line each, aside and renamed."""
-        lines = "".join(_json_line(record) for record in records)
-        try:
-            self.rollouts.mkdir(exist_ok=True)
-            _write_aside(self.rollouts / f"step-{step:06d}.jsonl", lines)
-        except OSError as error:
-            raise _cannot_write(self.rollouts, error) from error
+        _write_aside(self.rollouts / f"step-{step:06d}.jsonl", "".join(_json_line(record) for record in records))
 
     def evaluation(self, step: int) -> dict[str, float] | None:
         """Returns the held-out evaluation of a step; None where evals.jsonl has none."""
@@ -171,8 +176,9 @@ class RunDirectory:
                 file.unlink()
 
     def record_error(self, traceback: str) -> None:
-        """Keeps a traceback in error.txt."""
-        _write_aside(self.error_file, traceback)
+        """Keeps a traceback in error.txt, where that can be written: the disk may be what failed."""
+        with suppress(TrainingError):
+            _write_aside(self.error_file, traceback)
 
     def discard_if_unused(self) -> bool:
         """Removes a run that measured nothing and saved nothing, so that the same command can be given again."""
@@ -252,10 +258,15 @@ def _may_replace(path: Path, force: bool) -> None:
         )
 
 
-def _append_line(file: Path, record: Mapping[str, Any]) -> None:
+def _lasting(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what of an environment can change a result; the free disk space cannot."""
+    return {name: value for name, value in environment.items() if name not in ("at", "disk_free_gib")}
+
+
+def _append(file: Path, text: str) -> None:
     try:
         with file.open("a", encoding="utf-8") as handle:
-            handle.write(_json_line(record))
+            handle.write(text)
     except OSError as error:
         raise _cannot_write(file, error) from error
 
@@ -296,7 +307,11 @@ def json_values(value: Any) -> Any:
 
 
 def _write_aside(file: Path, text: str) -> None:
-    """Writes a file that is either there as a whole or not at all."""
+    """Writes a file that is either there as a whole or not at all; raises TrainingError when the disk refuses."""
     aside = file.with_name(f".{file.name}.tmp")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, file)
+    try:
+        file.parent.mkdir(exist_ok=True)
+        aside.write_text(text, encoding="utf-8")
+        os.replace(aside, file)
+    except OSError as error:
+        raise _cannot_write(file, error) from error

@@ -45,7 +45,7 @@ def shown(*, terminal, width=160, records=(RECORD,), summary=False, environment=
     """Everything that a display writes."""
     output = io.StringIO()
     console = Console(file=output, force_terminal=terminal, width=width, highlight=False, _environ=environment or {})
-    display = Display(console, total_steps=10, live=terminal)
+    display = Display(console, total_steps=10, diagnostics_k=16, live=terminal)
     display.phase("loading the teacher")
     for record in records:
         display.step(record)
@@ -119,6 +119,7 @@ def test_the_end_shows_before_after_the_paths_and_the_next_command(terminal):
         "0.800",
         "0.400",
         "-50%",
+        "overlap of the top 16 tokens",
         "0.600",
         "0.700",
         "runs/mine",
@@ -128,9 +129,9 @@ def test_the_end_shows_before_after_the_paths_and_the_next_command(terminal):
 
 
 def test_the_outcome_says_when_the_kl_is_only_a_sampled_estimate():
-    (row,) = outcome_rows({"reverse_kl_sampled": 0.5}, {"reverse_kl_sampled": 0.25})
+    (row,) = outcome_rows({"reverse_kl_sampled": 0.5}, {"reverse_kl_sampled": 0.25}, 16)
     assert row == ("reverse KL, nats/token (sampled)", "0.500", "0.250", "-50%", "")
-    assert outcome_rows(None, None) == []
+    assert outcome_rows(None, None, 16) == []
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(5, "0:05"), (75, "1:15"), (3675, "1:01:15"), (-1, "0:00")])

@@ -171,10 +171,24 @@ def test_a_resumed_run_keeps_its_configuration_and_takes_only_what_leaves_it_the
 def test_what_was_changed_on_a_resumption_is_kept_with_the_run(load):
     run = RunDirectory.create(load("train.steps=5"))
     resumed = load_resumed(run, ["train.steps=9"], {})
-    run.note_overrides(resumed.overrides)
+    run.note_resumption(resumed.overrides)
     run.write_config(resumed)
     assert load_resumed(run, [], {}).config.train.steps == 9
     assert (run.path / "overrides.txt").read_text().splitlines()[-1] == "train.steps=9"
+
+
+def test_a_resumption_in_another_environment_is_kept_beside_the_first(load, monkeypatch):
+    run = RunDirectory.create(load())
+    first = json.loads((run.path / "env.json").read_text())
+    run.note_resumption([])
+    assert json.loads((run.path / "env.json").read_text()) == first
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "77")
+    for _ in range(2):
+        run.note_resumption([])
+        (resumed,) = json.loads((run.path / "env.json").read_text())["resumed"]
+        assert resumed["variables"]["OMP_NUM_THREADS"] == "77"
+    assert {**json.loads((run.path / "env.json").read_text()), "resumed": None} == {**first, "resumed": None}
 
 
 def test_a_longer_run_under_a_falling_learning_rate_is_a_warning(load):

@@ -98,16 +98,17 @@ def what_is_torn(path: Path) -> str | None:
     Cheap whatever the size of the model: only the ends of each file are read.
     """
     try:
-        files = json.loads((path / MANIFEST).read_text())["files"]
-    except (OSError, ValueError, KeyError, TypeError):
+        listed = json.loads((path / MANIFEST).read_text())["files"]
+        files = {str(name): (int(file["bytes"]), int(file["edges_crc32"])) for name, file in listed.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is missing or unreadable"
-    for name, expected in files.items():
+    for name, (size, checksum) in files.items():
         file = path / name
         if not file.exists():
             return f"{name} is missing"
-        if file.stat().st_size != expected["bytes"]:
-            return f"{name} has {file.stat().st_size:,} bytes instead of {expected['bytes']:,}"
-        if _edges_crc32(file) != expected["edges_crc32"]:
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size:,} bytes instead of {size:,}"
+        if _edges_crc32(file) != checksum:
             return f"{name} is not what was saved: its checksum differs"
     return None
 

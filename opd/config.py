@@ -17,6 +17,7 @@ Mass = Literal["tail", "renormalize", "weighted"]
 SupportOfName = Literal["student", "teacher", "union", "intersection"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 PathOrName = Annotated[str, AfterValidator(os.path.expanduser)]
+TokenId = Annotated[int, Field(ge=0)]
 
 
 class Section(BaseModel):
@@ -161,7 +162,7 @@ class RolloutSettings(Section):
     """Drop tokens below this share of the most probable one's probability; 0 = off."""
     stop: list[str] = Field(default_factory=list)
     """Strings that end a completion."""
-    stop_token_ids: list[int] = Field(default_factory=list)
+    stop_token_ids: list[TokenId] = Field(default_factory=list)
     """Token ids that end a completion, besides the end-of-sequence token."""
 
     @property
@@ -247,7 +248,7 @@ class LossSettings(Section):
     """Leave the first tokens of every completion out of the loss and its denominator."""
     mask_truncated: bool = False
     """Leave completions that were cut at rollout.max_tokens out of the loss and its denominator."""
-    mask_token_ids: list[int] = Field(default_factory=list)
+    mask_token_ids: list[TokenId] = Field(default_factory=list)
     """Leave these token ids out of the loss and its denominator."""
     chunk_tokens: Annotated[int, Field(ge=1)] = 256
     """Completion tokens whose logits exist at the same time; bounds the memory of the head."""

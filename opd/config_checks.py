@@ -25,7 +25,7 @@ class Check:
 
 def check(config: Config, *, complete: bool, bad: Collection[str] = ()) -> list[Check]:
     """Returns all findings, save about keys in `bad` (already refused); with `complete`, also what is missing for a run."""
-    findings = [*_temperatures(config), *_position_edges(config)]
+    findings = [*_temperatures(config), *_position_edges(config), *_stop_strings(config), *_run_name(config)]
     if complete:
         findings += [*_required(config, bad), *_models(config)]
     return [finding for finding in findings if not set(bad).intersection(finding.keys)]
@@ -118,3 +118,23 @@ def _position_edges(config: Config) -> list[Check]:
     if all(low < high for low, high in zip([0, *edges], edges, strict=False)):
         return []
     return [Check(("diagnostics.position_edges",), f"diagnostics.position_edges must rise from above 0, not {edges}.")]
+
+
+def _stop_strings(config: Config) -> list[Check]:
+    if "" not in config.rollout.stop:
+        return []
+    return [Check(("rollout.stop",), "rollout.stop holds an empty text, which every completion ends with at once.")]
+
+
+def _run_name(config: Config) -> list[Check]:
+    """A run outside of run.dir, or deeper in it, would not be found by `--resume auto`."""
+    name = config.run.name
+    if name is None or (name not in ("", ".", "..") and Path(name).name == name):
+        return []
+    return [
+        Check(
+            ("run.name",),
+            f"run.name must be the name of one folder, not {name!r}.",
+            fix="say where it goes with --output FOLDER/NAME, or with run.dir=FOLDER run.name=NAME",
+        )
+    ]

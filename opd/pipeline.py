@@ -62,8 +62,8 @@ def build_pipeline(config: Config, phase: Callable[[str], None], warn: Callable[
 def check_pair(config: Config, warn: Callable[[str], None]) -> int:
     """Returns the size of the vocabulary that student and teacher share, from tokenizers and configurations alone.
 
-    Raises PreflightError where the tokens differ, where a support is larger than the vocabulary, or where prompt and
-    completion do not fit into a model's context.
+    Raises PreflightError where the tokens differ, where a support is larger than the vocabulary or a token id outside it, or
+    where prompt and completion do not fit into a model's context.
     """
     student, teacher = config.student, config.teacher
     student_config = load_model_config(student.model, student.revision, "student").get_text_config()
@@ -79,6 +79,16 @@ def check_pair(config: Config, warn: Callable[[str], None]) -> int:
                 f"{key}={k} is larger than the vocabulary.",
                 where=f"{key}, {verdict.shared_size} tokens shared by {student.model} and {teacher.model}",
                 fix=f"use at most {verdict.shared_size}",
+            )
+    for key, ids in (
+        ("rollout.stop_token_ids", config.rollout.stop_token_ids),
+        ("loss.mask_token_ids", config.loss.mask_token_ids),
+    ):
+        if ids and max(ids) >= verdict.shared_size:
+            raise PreflightError(
+                f"{key} has the id {max(ids)}, which no token has.",
+                where=f"{key}, {verdict.shared_size} tokens shared by {student.model} and {teacher.model}",
+                fix=f"use ids from 0 to {verdict.shared_size - 1}",
             )
     needed = config.data.max_prompt_tokens + max(config.rollout.max_tokens, config.eval.max_tokens)
     for role, model_config in (("student", student_config), ("teacher", teacher_config)):

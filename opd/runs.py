@@ -92,7 +92,10 @@ class RunDirectory:
         """
         import fcntl
 
-        handle = (self.path / ".lock").open("a+", encoding="utf-8")
+        try:
+            handle = (self.path / ".lock").open("a+", encoding="utf-8")
+        except OSError as error:
+            raise _cannot_write(self.path, error) from error
         try:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -130,10 +133,14 @@ class RunDirectory:
         _append(self.path / "overrides.txt", "".join(f"{text}\n" for text in (f"# resumed {when}", *overrides)))
 
         here = environment()
-        known = json.loads(self.env_file.read_text(encoding="utf-8")) if self.env_file.exists() else {}
-        resumed = known.pop("resumed", [])
-        if _lasting(here) != _lasting(resumed[-1] if resumed else known):
-            everything = {**known, "resumed": [*resumed, {"at": when, **here}]}
+        try:
+            known = json.loads(self.env_file.read_text(encoding="utf-8"))
+            last = known["resumed"][-1] if "resumed" in known else known
+            same = _lasting(here) == _lasting(last)
+        except (OSError, ValueError, TypeError, LookupError, AttributeError):
+            known, same = {}, False  # Lost or damaged: what is known from here on is worth keeping all the same.
+        if not same:
+            everything = {**known, "resumed": [*known.get("resumed", []), {"at": when, **here}]}
             _write_aside(self.env_file, json.dumps(everything, indent=2) + "\n")
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
@@ -285,9 +292,11 @@ def _read_lines(file: Path) -> list[dict[str, Any]]:
     if file.exists():
         for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                records.append(json.loads(line))
+                record = json.loads(line)
             except json.JSONDecodeError:
                 continue
+            if isinstance(record, dict):
+                records.append(record)
     return records
 
 

@@ -225,11 +225,16 @@ def _bounds(field: FieldInfo) -> str:
 
 
 def _choices_of(annotation: Any) -> tuple[Any, ...]:
-    """Members of a union (one for everything else), without `Annotated`; None is NoneType."""
+    """Members of a union (one for everything else), without `Annotated`, also in lists; None is NoneType."""
     if typing.get_origin(annotation) is typing.Annotated:
         annotation = typing.get_args(annotation)[0]
     if typing.get_origin(annotation) in (Union, types.UnionType):
         return tuple(inner for member in typing.get_args(annotation) for inner in _choices_of(member))
+    if (
+        typing.get_origin(annotation) is list
+        and typing.get_origin(item := typing.get_args(annotation)[0]) is typing.Annotated
+    ):
+        return (types.GenericAlias(list, typing.get_args(item)[0]),)
     return (annotation,)
 
 

@@ -58,10 +58,10 @@ def check_keys(values: dict[str, Any], origins: Origins, problems: list[OpdError
 
 
 def _is_wrong_number(value: object, key: Key) -> bool:
-    """True and false would pass for 1 and 0, and not-a-number for a number."""
+    """True and false would pass for 1 and 0, and not-a-number or infinity for a number."""
     if isinstance(value, bool):
         return "number" in key.kind and "true or false" not in key.kind
-    return isinstance(value, float) and math.isnan(value)
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def validate(values: dict[str, Any], origins: Origins, problems: list[OpdError]) -> tuple[Config | None, set[str]]:

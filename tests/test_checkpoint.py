@@ -81,6 +81,11 @@ def blank_the_end(path: Path) -> None:
         (lambda path: (path / "state.json").unlink(), "state.json is missing"),
         (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
         (lambda path: (path / "manifest.json").write_text('{"files": {"mod'), "manifest.json is missing or unreadable"),
+        (lambda path: (path / "manifest.json").write_text('{"files": [1]}'), "manifest.json is missing or unreadable"),
+        (
+            lambda path: (path / "manifest.json").write_text('{"files": {"a": 1}}'),
+            "manifest.json is missing or unreadable",
+        ),
     ],
 )
 def test_a_torn_checkpoint_is_never_chosen_and_says_why_when_named(tmp_path, damage, said):

@@ -40,3 +40,16 @@ def test_a_k_larger_than_the_vocabulary_is_refused(two_models, key, sections):
     with pytest.raises(PreflightError, match=f"{key}={SHARED_TOKENS + 1} is larger") as caught:
         check_pair(pair(two_models, **sections), lambda _: None)
     assert str(SHARED_TOKENS) in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("key", "sections"),
+    [
+        ("rollout.stop_token_ids", lambda ids: {"rollout": {"max_tokens": 32, "stop_token_ids": ids}}),
+        ("loss.mask_token_ids", lambda ids: {"loss": {"mask_token_ids": ids}}),
+    ],
+)
+def test_an_id_that_no_token_has_is_refused(two_models, key, sections):
+    check_pair(pair(two_models, **sections([0, SHARED_TOKENS - 1])), lambda _: None)
+    with pytest.raises(PreflightError, match=f"{key} has the id {SHARED_TOKENS}"):
+        check_pair(pair(two_models, **sections([0, SHARED_TOKENS])), lambda _: None)

@@ -217,10 +217,23 @@ def test_a_combination_is_not_judged_by_the_default_of_a_mistyped_value():
     assert "samplde" in text
 
 
-@pytest.mark.parametrize("value", ["-.inf", ".nan"])
-def test_not_a_number_is_not_a_learning_rate(value):
+@pytest.mark.parametrize("value", ["-.inf", ".inf", "1e400", ".nan"])
+def test_infinity_and_not_a_number_are_not_a_learning_rate(value):
     (text,) = problems(overrides=[f"train.learning_rate={value}"])
     assert "train.learning_rate must be a number > 0" in text
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "/tmp/x", "..", "."])
+def test_the_name_of_a_run_is_one_folder(name):
+    (text,) = problems(overrides=[f"run.name={name}"])
+    assert "run.name must be the name of one folder" in text
+    assert "--output" in text
+
+
+@pytest.mark.parametrize("override", ["rollout.stop_token_ids=[-1]", "loss.mask_token_ids=[-1]", "rollout.stop=['']"])
+def test_ids_below_zero_and_empty_stop_strings_are_refused(override):
+    (text,) = problems(overrides=[override])
+    assert override.partition("=")[0] in text
 
 
 def test_a_key_given_twice_is_refused_with_both_places(recipe):

@@ -99,7 +99,7 @@ def test_rewinding_drops_what_came_after_and_lines_torn_by_a_kill(load):
         run.write_rollouts(step, [{"sample": 0}])
     (run.rollouts / ".step-000004.jsonl.tmp").write_text("torn")
     with run.metrics_file.open("a") as file:
-        file.write('{"step": 4, "lo')
+        file.write('5\n[]\n{"step": 4, "lo')
     run.rewind(2)
     run.append_metrics({"step": 3, "again": True})
     assert run.metrics() == [{"step": 1}, {"step": 2}, {"step": 3, "again": True}]
@@ -189,6 +189,14 @@ def test_a_resumption_in_another_environment_is_kept_beside_the_first(load, monk
         (resumed,) = json.loads((run.path / "env.json").read_text())["resumed"]
         assert resumed["variables"]["OMP_NUM_THREADS"] == "77"
     assert {**json.loads((run.path / "env.json").read_text()), "resumed": None} == {**first, "resumed": None}
+
+
+@pytest.mark.parametrize("damaged", ["", "{", "[]", "5", '{"resumed": []}'])
+def test_a_damaged_environment_does_not_keep_a_run_from_going_on(load, damaged):
+    run = RunDirectory.create(load())
+    run.env_file.write_text(damaged)
+    run.note_resumption([])
+    assert json.loads(run.env_file.read_text())["resumed"][-1]["packages"]["torch"]
 
 
 def test_a_longer_run_under_a_falling_learning_rate_is_a_warning(load):

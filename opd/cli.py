@@ -25,6 +25,8 @@ app = typer.Typer(
 )
 recipes_app = typer.Typer(**_PLAIN, help="List, show and copy the recipes that come with opd.")
 config_app = typer.Typer(**_PLAIN, help="Show the resolved configuration, its JSON schema, or the meaning of a key.")
+teacher_app = typer.Typer(**_PLAIN, help="A teacher for other processes and machines.")
+app.add_typer(teacher_app, name="teacher")
 app.add_typer(recipes_app, name="recipes")
 app.add_typer(config_app, name="config")
 
@@ -114,6 +116,48 @@ def distill(
         }
         recipes, overrides = _sorted_out(arguments)
         answer(launch(Request(recipes, overrides, flags, resume, force, json_output)))
+
+
+@teacher_app.command("serve")
+def teacher_serve(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub name.", show_default=False)],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 = any free one.")] = 8100,
+    host: Annotated[str, typer.Option(help="Address; others than loopback need OPD_TEACHER_TOKEN.")] = "127.0.0.1",
+    revision: Annotated[str | None, typer.Option(help="Hub revision.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 …")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one forward pass.")] = 8192,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one request; more are answered 413.")] = 65_536,
+    max_queue_tokens: Annotated[int, typer.Option(min=1, help="Tokens that may wait; then 503.")] = 262_144,
+    max_topk: Annotated[int, typer.Option(min=1, help="Ids of a support at most.")] = 1024,
+    tls_certificate: Annotated[Path | None, typer.Option(metavar="PEM", help="Serve https.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(metavar="PEM", help="Key of the certificate.")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Listen beyond loopback without a token.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Serve a teacher: opd distill --teacher http://HOST:PORT asks it for every kind of score.
+
+    Clients send the token that OPD_TEACHER_TOKEN holds, where it is set.
+    """
+    with _reporting(debug=debug):
+        from opd.teachers.serve import ServeRequest, serve
+
+        request = ServeRequest(
+            model=model,
+            revision=revision,
+            host=host,
+            port=port,
+            device=device,
+            dtype=dtype,
+            max_batch_tokens=max_batch_tokens,
+            max_queue_tokens=max_queue_tokens,
+            max_tokens=max_tokens,
+            max_topk=max_topk,
+            insecure=insecure,
+            tls_certificate=tls_certificate,
+            tls_key=tls_key,
+        )
+        serve(request, lambda url: print(f"serving {model} at {url}", flush=True))
 
 
 @app.command()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
@@ -18,6 +19,17 @@ SupportOfName = Literal["student", "teacher", "union", "intersection"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 PathOrName = Annotated[str, AfterValidator(os.path.expanduser)]
 TokenId = Annotated[int, Field(ge=0)]
+
+
+def _check_url(url: str) -> str:
+    """Returns the address without a slash at its end; raises ValueError for what is none."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise ValueError(f"{url!r} is not the address of a server, such as http://127.0.0.1:8100")
+    return url.rstrip("/")
+
+
+Url = Annotated[str, AfterValidator(_check_url)]
 
 
 class Section(BaseModel):
@@ -73,11 +85,21 @@ class StudentSettings(Section):
     """How prompts are rendered for the student."""
 
 
-class TeacherSettings(Section):
-    """The model that marks every token."""
+def _url_as_urls(values: Any) -> Any:
+    """A teacher that is named by its address is a server: `model: http://host:8100`, several with commas."""
+    model = values.get("model") if isinstance(values, dict) else None
+    if not isinstance(model, str) or not model.startswith(("http://", "https://")):
+        return values
+    return {**values, "model": "", "urls": [url.strip() for url in model.split(",")]}
 
+
+class TeacherSettings(Section):
+    """The model that marks every token: in this process, or behind one or several servers."""
+
+    kind: Literal["auto", "local", "opd_server", "vllm_server"] = "auto"
+    """local: in this process. opd_server: `opd teacher serve`. vllm_server: a stock `vllm serve`. auto: opd_server where there are urls, local elsewhere."""
     model: PathOrName = ""
-    """Folder or hub name of the teacher."""
+    """Folder or hub name of the teacher, or the URL of a scoring server. With kind: vllm_server it says where the tokenizer is."""
     revision: str | None = None
     """Hub revision."""
     device: str = "auto"
@@ -85,9 +107,41 @@ class TeacherSettings(Section):
     dtype: Dtype = "auto"
     """Type of the teacher's weights. auto: bfloat16 where the processor has fast bfloat16 products, otherwise float32."""
     batch_tokens: Annotated[int, Field(ge=1)] = 8192
-    """Tokens (prompt and completion) scored in one forward pass."""
+    """Tokens (prompt and completion) scored in one forward pass; with a server, tokens of one request."""
     prompt: ChatSettings | None = None
     """How prompts are rendered for the teacher; when absent the teacher sees the student's prompt ids."""
+    urls: list[Url] = Field(default_factory=list)
+    """Addresses of servers that serve the same teacher; requests go to the least loaded one that answers. The environment variable OPD_TEACHER_TOKEN holds their token, if they want one."""
+    window: Annotated[int, Field(ge=1)] = 4
+    """Requests that are under way to each server at the same time."""
+    timeout: Annotated[float, Field(gt=0)] = 300.0
+    """Seconds that a server may take for one request before it is asked of another."""
+    max_wait: Annotated[float, Field(ge=0)] = 600.0
+    """Seconds for which a run waits while no server answers; then it saves a checkpoint and stops."""
+    hedge_after: Annotated[float, Field(gt=0)] | None = None
+    """Seconds after which a request that has no answer is asked of a second server too; null = never."""
+
+    _urls = model_validator(mode="before")(_url_as_urls)
+
+    @property
+    def resolved_kind(self) -> Literal["local", "opd_server", "vllm_server"]:
+        """The kind, auto decided."""
+        if self.kind == "auto":
+            return "opd_server" if self.urls else "local"
+        return self.kind
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return ", ".join(self.urls) or self.model
+
+    @model_validator(mode="after")
+    def _has_urls(self) -> TeacherSettings:
+        if self.resolved_kind != "local" and not self.urls:
+            raise ValueError(f"kind: {self.kind} needs urls, such as [http://127.0.0.1:8100]")
+        if self.resolved_kind == "local" and self.urls:
+            raise ValueError("kind: local takes a model and no urls; leave one of them out")
+        return self
 
 
 class DataSource(Section):

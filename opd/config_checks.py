@@ -34,7 +34,7 @@ def check(config: Config, *, complete: bool, bad: Collection[str] = ()) -> list[
 def _required(config: Config, bad: Collection[str]) -> list[Check]:
     missing = {
         "student.model": (config.student.model, "--student FOLDER_OR_HUB_NAME"),
-        "teacher.model": (config.teacher.model, "--teacher FOLDER_OR_HUB_NAME"),
+        "teacher.model": (config.teacher.name, "--teacher FOLDER_OR_HUB_NAME_OR_URL"),
         "data.train": (config.data.train, "--data FILE.jsonl,prompt=COLUMN"),
     }
     absent = {

@@ -16,6 +16,7 @@ sampler's log-probabilities are compared with the student's own at every step, b
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -26,6 +27,7 @@ import torch
 from opd import batching
 from opd.checkpoint import load_checkpoint, save_checkpoint
 from opd.config import Config
+from opd.errors import TeacherUnavailable
 from opd.interrupt import StopSignal
 from opd.pipeline import Pipeline, build_pipeline
 from opd.samplers import SamplingParams
@@ -70,9 +72,10 @@ def distill(config: Config, run: RunDirectory, display: Display, trackers: Track
     with StopSignal(display.warn) as stop:
         saved = student.version
         while student.version < config.train.steps and not stop.requested:
-            if due(student.version, config.eval.every):
-                evaluate(stages, run, display)
-            record = step(config, stages, run, diagnose=due(student.version, config.diagnostics.every))
+            with saving_when_the_teacher_goes(config, stages, run, saved):
+                if due(student.version, config.eval.every):
+                    evaluate(stages, run, display)
+                record = step(config, stages, run, diagnose=due(student.version, config.diagnostics.every))
             run.append_metrics(record)
             trackers.log(student.version, record)
             display.step(record)
@@ -86,10 +89,25 @@ def distill(config: Config, run: RunDirectory, display: Display, trackers: Track
     return Summary(student.version, interrupted, before, after)
 
 
+@contextmanager
+def saving_when_the_teacher_goes(config: Config, stages: Pipeline, run: RunDirectory, saved: int) -> Iterator[None]:
+    """Where no teacher server answers any more, saves what there was before this step; the error goes on."""
+    position = stages.prompts.state_dict()
+    try:
+        yield
+    except TeacherUnavailable:
+        # The prompts of this step have been drawn but not trained on.
+        stages.prompts.load_state_dict(position)
+        if saved < stages.student.version:
+            save(config, stages, run)
+        raise
+
+
 def step(config: Config, stages: Pipeline, run: RunDirectory, *, diagnose: bool) -> dict[str, Any]:
     """Rollouts, scores, one update, one sync; returns the step's metrics."""
     student, sampler, teacher = stages.student, stages.sampler, stages.teacher
     number, start, clock = student.version + 1, perf_counter(), Clock()
+    busy_before = teacher.busy_seconds
     diagnostics_k = config.diagnostics.k if diagnose else 0
 
     prompts = stages.prompts.take(config.rollout.prompts)
@@ -114,7 +132,7 @@ def step(config: Config, stages: Pipeline, run: RunDirectory, *, diagnose: bool)
         **values,
         "tokens_per_second": values["tokens"] / (end - start),
         "rollout_seconds": clock.seconds["rollout"],
-        "score_seconds": scored_at - start - clock.seconds["rollout"],
+        **score_times(scored_at - start - clock.seconds["rollout"], teacher.busy_seconds - busy_before),
         "update_seconds": updated_at - scored_at,
         "sync_seconds": end - updated_at,
         "step_seconds": end - start,
@@ -123,6 +141,12 @@ def step(config: Config, stages: Pipeline, run: RunDirectory, *, diagnose: bool)
         "epoch": stages.prompts.epoch,
         "peak_memory_gib": peak_memory_gib(student.device),
     }
+
+
+def score_times(exposed: float, busy: float) -> dict[str, float]:
+    """Returns how long the run waited for the teacher, and the share of the teacher's time that hid behind the rollouts."""
+    hidden = 1 - exposed / busy if busy > 0 else 0.0
+    return {"score_seconds": exposed, "score_hidden_fraction": min(max(hidden, 0.0), 1.0)}
 
 
 def sampling_params(config: Config, student: Student) -> SamplingParams:

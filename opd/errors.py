@@ -78,6 +78,10 @@ class TrainingError(OpdError):
     """A run cannot go on: a non-finite loss, an empty step, an engine that disagrees with the student."""
 
 
+class TeacherUnavailable(OpdError):
+    """No teacher server answers any more; what was done so far has been saved."""
+
+
 class Interrupted(OpdError):
     """The user or the system asked the run to stop; a checkpoint was saved."""
 

@@ -34,6 +34,10 @@ class Head:
             hidden = hidden.to(weight.dtype)
         return linear(hidden, weight, None if self.bias is None else self.bias[: self.vocab_size])
 
+    def to(self, device: torch.device) -> Head:
+        """Returns the head on a device."""
+        return replace(self, weight=self.weight.to(device), bias=None if self.bias is None else self.bias.to(device))
+
     def in_compute_type(self) -> Head:
         """Returns the head without gradient, in the type that autocast would cast it to at every single product."""
         kind, weight = self.weight.device.type, self.weight.detach()[: self.vocab_size]

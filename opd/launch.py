@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opd.errors import EXIT_FAILED, ConfigError, Interrupted, OpdError
+from opd.errors import EXIT_FAILED, ConfigError, Interrupted, OpdError, TeacherUnavailable
 from opd.recipes import LoadedConfig, load_config
 from opd.runs import RunDirectory, json_values
 from opd.trackers import open_trackers, require_installed
@@ -63,6 +63,10 @@ def launch(request: Request) -> dict[str, Any]:
         measured = json_values({"before": summary.before, "after": summary.after})
         return {**paths, "steps": summary.steps, **measured}
     except Interrupted:
+        raise
+    except TeacherUnavailable as error:
+        run.record_error(traceback.format_exc())
+        error.fix = f"start it again, then go on with: {_resume_command(run)}"
         raise
     except OpdError as error:
         correctable = error.exit_code != EXIT_FAILED

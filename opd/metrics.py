@@ -45,6 +45,7 @@ CATALOGUE = (
     Metric("tokens_per_second", "tokens/s", "higher", "Completion tokens of the step over step_seconds."),
     Metric("rollout_seconds", "s", "lower", "Time in which the student wrote."),
     Metric("score_seconds", "s", "lower", "Time in which the teacher scored, where it did not overlap with writing."),
+    Metric("score_hidden_fraction", "fraction", "higher", "Share of the teacher's working time that was hidden behind the rollouts; 0 with an in-process teacher, which works while nothing is written."),
     Metric("update_seconds", "s", "lower", "Time of forward, backward and optimizer."),
     Metric("sync_seconds", "s", "lower", "Time of sending the weights to the sampler."),
     Metric("step_seconds", "s", "lower", "Time of the whole step."),

@@ -14,7 +14,7 @@ from opd.memory import keep_freed_memory
 from opd.models import load_model_config, load_tokenizer, resolve_device
 from opd.samplers import Sampler, build_sampler
 from opd.student import Student
-from opd.teachers import Scorer, build_teacher
+from opd.teachers import Scorer, TeacherCard, build_teacher, find_teacher
 from opd.vocab import compare
 
 
@@ -37,10 +37,10 @@ def build_pipeline(config: Config, phase: Callable[[str], None], warn: Callable[
     phase("reading the data")
     rows = load_sources(config.data)
     phase("comparing the tokenizers")
-    vocab_size = check_pair(config, warn)
+    card = find_teacher(config.teacher, warn)
+    vocab_size = check_pair(config, card, warn)
     student_tokenizer = load_tokenizer(config.student.model, config.student.revision, "student")
-    teacher_tokenizer = load_tokenizer(config.teacher.model, config.teacher.revision, "teacher")
-    renderer = Renderer(student_tokenizer, config.student.prompt, teacher_tokenizer, config.teacher.prompt)
+    renderer = Renderer(student_tokenizer, config.student.prompt, card.tokenizer, config.teacher.prompt)
     heldout, rest = heldout_prompts(rows, renderer, config.data, config.eval.prompts, config.run.seed)
     prompts = PromptStream(rest, renderer, config.data, config.run.seed)
     for warning in renderer.warnings:
@@ -49,8 +49,8 @@ def build_pipeline(config: Config, phase: Callable[[str], None], warn: Callable[
         warn(f"the data has room for {len(heldout)} held-out prompts, not the {config.eval.prompts} of eval.prompts")
     if resolve_device(config.student.device).type == "cpu":
         keep_freed_memory()
-    phase(f"loading the teacher {config.teacher.model}")
-    teacher = build_teacher(config, vocab_size)
+    phase(f"loading the teacher {card.name}")
+    teacher = build_teacher(config, card, vocab_size)
     phase(f"loading the student {config.student.model}")
     student = Student(config, vocab_size)
     phase("starting the sampler")
@@ -59,25 +59,23 @@ def build_pipeline(config: Config, phase: Callable[[str], None], warn: Callable[
     return Pipeline(prompts, sampler, teacher, student, evaluator)
 
 
-def check_pair(config: Config, warn: Callable[[str], None]) -> int:
+def check_pair(config: Config, card: TeacherCard, warn: Callable[[str], None]) -> int:
     """Returns the size of the vocabulary that student and teacher share, from tokenizers and configurations alone.
 
     Raises PreflightError where the tokens differ, where a support is larger than the vocabulary or a token id outside it, or
     where prompt and completion do not fit into a model's context.
     """
-    student, teacher = config.student, config.teacher
+    student = config.student
     student_config = load_model_config(student.model, student.revision, "student").get_text_config()
-    teacher_config = load_model_config(teacher.model, teacher.revision, "teacher").get_text_config()
     student_tokenizer = load_tokenizer(student.model, student.revision, "student")
-    teacher_tokenizer = load_tokenizer(teacher.model, teacher.revision, "teacher")
-    verdict = compare(student_tokenizer, teacher_tokenizer, student_config.vocab_size, teacher_config.vocab_size)
+    verdict = compare(student_tokenizer, card.tokenizer, student_config.vocab_size, card.vocab_size)
     for finding in verdict.findings:
         warn(finding)
     for key, k in (("loss.topk.k", config.loss.topk.k), ("diagnostics.k", config.diagnostics.k)):
         if k > verdict.shared_size:
             raise PreflightError(
                 f"{key}={k} is larger than the vocabulary.",
-                where=f"{key}, {verdict.shared_size} tokens shared by {student.model} and {teacher.model}",
+                where=f"{key}, {verdict.shared_size} tokens shared by {student.model} and {card.name}",
                 fix=f"use at most {verdict.shared_size}",
             )
     for key, ids in (
@@ -87,12 +85,12 @@ def check_pair(config: Config, warn: Callable[[str], None]) -> int:
         if ids and max(ids) >= verdict.shared_size:
             raise PreflightError(
                 f"{key} has the id {max(ids)}, which no token has.",
-                where=f"{key}, {verdict.shared_size} tokens shared by {student.model} and {teacher.model}",
+                where=f"{key}, {verdict.shared_size} tokens shared by {student.model} and {card.name}",
                 fix=f"use ids from 0 to {verdict.shared_size - 1}",
             )
     needed = config.data.max_prompt_tokens + max(config.rollout.max_tokens, config.eval.max_tokens)
-    for role, model_config in (("student", student_config), ("teacher", teacher_config)):
-        context = getattr(model_config, "max_position_embeddings", None)
+    student_context = getattr(student_config, "max_position_embeddings", None)
+    for role, context in (("student", student_context), ("teacher", card.context_length)):
         if context is not None and needed > context:
             raise PreflightError(
                 f"Prompt and completion can be longer than the {role}'s context of {context} tokens.",
@@ -111,9 +109,9 @@ def teacher_writer(config: Config, teacher: Scorer) -> Sampler | None:
     if not config.eval.teacher_completions or not isinstance(teacher, LocalTeacher):
         return None
     return HfSampler(
-        model=teacher.model,
+        model=teacher.scorer.model,
         vocab_size=teacher.vocab_size,
-        compute_dtype=teacher.dtype,
+        compute_dtype=teacher.scorer.dtype,
         batch_size=config.hf.batch_size,
         version=lambda: 0,
     )

@@ -9,8 +9,8 @@ D hidden size. All log-probabilities are natural logarithms (nats).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -78,6 +78,31 @@ class ScoreRequest:
     diagnostics_k: int = 0
     """When positive, the teacher's own top-k ids and its entropy are returned too."""
 
+    @property
+    def wants_student_ids(self) -> bool:
+        """Whether the support is (partly) the student's, so that the teacher has to be given it."""
+        return self.kind == "topk" and self.support_of != "teacher"
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """One completion to be scored, and what is asked of it."""
+
+    prompt_ids: Sequence[int]
+    """Token ids before the completion, as the teacher sees them."""
+    token_ids: Tensor
+    """[T] int64: the completion."""
+    request: ScoreRequest
+    vocab_size: int
+    """V: the log-softmax runs over the ids below it."""
+    student_ids: Tensor | None = None
+    """[T, K] int64: the student's support, where the request wants one."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and completion."""
+        return len(self.prompt_ids) + len(self.token_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class TeacherScores:
@@ -97,6 +122,12 @@ class TeacherScores:
     """[T, k] int64: the teacher's k most probable ids by descending probability, for diagnostics."""
     entropy: Tensor | None = None
     """[T] float32 full-vocabulary entropy in nats."""
+
+    def split(self, lengths: Sequence[int]) -> list[TeacherScores]:
+        """Returns the scores of each of several completions of `lengths` tokens, whose scores these are, joined."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        parts = {name: value.split(list(lengths)) for name, value in values.items() if value is not None}
+        return [TeacherScores(**{name: part[i] for name, part in parts.items()}) for i in range(len(lengths))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ def compare(
     the first ids that differ, or the text that is cut differently, since a loss would compare unrelated tokens.
     """
     student, teacher = _tokens(student_tokenizer), _tokens(teacher_tokenizer)
-    both = min(max(student, default=-1), max(teacher, default=-1)) + 1
+    both = min(highest_id(student_tokenizer), highest_id(teacher_tokenizer)) + 1
     shared = min(both, student_vocab_size, teacher_vocab_size)
     where = f"{student_tokenizer.name_or_path} (student) and {teacher_tokenizer.name_or_path} (teacher)"
     differing = [number for number in range(both) if student.get(number) != teacher.get(number)]
@@ -91,6 +91,11 @@ def compare(
 
 def _tokens(tokenizer: Any) -> dict[int, str]:
     return {number: token for token, number in tokenizer.get_vocab().items()}
+
+
+def highest_id(tokenizer: Any) -> int:
+    """Returns the largest id that a token has; −1 for an empty tokenizer."""
+    return max(_tokens(tokenizer), default=-1)
 
 
 def _show(token: str | None) -> str:

@@ -5,6 +5,7 @@ import pytest
 from opd.config import Config
 from opd.errors import PreflightError
 from opd.pipeline import check_pair
+from opd.teachers import find_teacher
 
 SHARED_TOKENS, CONTEXT = 64, 256
 
@@ -16,15 +17,19 @@ def pair(two_models, **sections):
     return Config.model_validate(base | rollout | sections)
 
 
+def checked(config, warn):
+    return check_pair(config, find_teacher(config.teacher, warn), warn)
+
+
 def test_vocabularies_padded_to_different_sizes_share_the_smaller_one(two_models):
     warnings = []
-    assert check_pair(pair(two_models), warnings.append) == SHARED_TOKENS
+    assert checked(pair(two_models), warnings.append) == SHARED_TOKENS
 
 
 def test_prompt_and_completion_that_do_not_fit_the_context_name_the_settings(two_models):
     config = pair(two_models, rollout={"max_tokens": CONTEXT - 31})
     with pytest.raises(PreflightError, match="longer than the student's context") as caught:
-        check_pair(config, pytest.fail)
+        checked(config, pytest.fail)
     assert f"rollout.max_tokens={CONTEXT - 31}" in caught.value.where
     assert str(CONTEXT) in caught.value.fix
 
@@ -38,7 +43,7 @@ def test_prompt_and_completion_that_do_not_fit_the_context_name_the_settings(two
 )
 def test_a_k_larger_than_the_vocabulary_is_refused(two_models, key, sections):
     with pytest.raises(PreflightError, match=f"{key}={SHARED_TOKENS + 1} is larger") as caught:
-        check_pair(pair(two_models, **sections), lambda _: None)
+        checked(pair(two_models, **sections), lambda _: None)
     assert str(SHARED_TOKENS) in caught.value.fix
 
 
@@ -50,6 +55,6 @@ def test_a_k_larger_than_the_vocabulary_is_refused(two_models, key, sections):
     ],
 )
 def test_an_id_that_no_token_has_is_refused(two_models, key, sections):
-    check_pair(pair(two_models, **sections([0, SHARED_TOKENS - 1])), lambda _: None)
+    checked(pair(two_models, **sections([0, SHARED_TOKENS - 1])), lambda _: None)
     with pytest.raises(PreflightError, match=f"{key} has the id {SHARED_TOKENS}"):
-        check_pair(pair(two_models, **sections([0, SHARED_TOKENS])), lambda _: None)
+        checked(pair(two_models, **sections([0, SHARED_TOKENS])), lambda _: None)

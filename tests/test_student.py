@@ -6,7 +6,7 @@ import torch
 from opd.config import Config
 from opd.errors import PreflightError, TrainingError
 from opd.student import Student
-from opd.teachers import build_teacher, request_for
+from opd.teachers import build_teacher, find_teacher, request_for
 from opd.types import Prompt, Rollout
 
 VOCABULARY = 64
@@ -52,8 +52,12 @@ def exact(student, rollouts, k):
     return found
 
 
+def teacher_of(config):
+    return build_teacher(config, find_teacher(config.teacher, pytest.fail), VOCABULARY)
+
+
 def scored_by(config, student, k=4):
-    teacher = build_teacher(config, student.vocab_size)
+    teacher = teacher_of(config)
     rollouts = exact(student, rollouts_of(student.vocab_size), k)
     return teacher, list(teacher.score(rollouts, request_for(config.loss, 4)))
 
@@ -116,7 +120,7 @@ def test_steps_on_one_batch_bring_the_student_towards_the_teacher(two_models, lo
     student = Student(config, VOCABULARY)
     teacher, scored = scored_by(config, student)
     measure = config_of(*two_models, loss={"support": "full"})
-    full = list(build_teacher(measure, VOCABULARY).score([s.rollout for s in scored], request_for(measure.loss, 4)))
+    full = list(teacher_of(measure).score([s.rollout for s in scored], request_for(measure.loss, 4)))
 
     def distance():
         return float(student.measure(full, teacher.head, measure.loss, diagnostics_k=4).reverse_kl.mean())
@@ -146,7 +150,7 @@ def test_a_teacher_that_forbids_a_token_stops_the_run_before_a_step_and_is_told_
     forbidden, position = (written, 2) if support == "sampled" else ((written + 1) % VOCABULARY, 0)
     bias = torch.zeros(len(teacher.head.weight))
     bias[forbidden] = -torch.inf
-    teacher.model.get_output_embeddings().bias = torch.nn.Parameter(bias, requires_grad=False)
+    teacher.scorer.model.get_output_embeddings().bias = torch.nn.Parameter(bias, requires_grad=False)
     request = request_for(config.loss, 4)
     scored = [scored[0], *teacher.score([item.rollout for item in scored[1:]], request)]
     before = {name: p.detach().clone() for name, p in student.trainable.items()}
@@ -222,7 +226,7 @@ def test_the_teachers_own_prompt_is_scored_at_the_same_completion_tokens(two_mod
 
     config = config_of(*two_models, loss={"support": "sampled"})
     student = Student(config, VOCABULARY)
-    teacher = build_teacher(config, VOCABULARY)
+    teacher = teacher_of(config)
     longer = (60, 61, 62, 63, 1, 2)
     rollouts = [
         replace(r, prompt=replace(r.prompt, teacher_ids=longer + r.prompt.student_ids)) for r in rollouts_of(VOCABULARY)
@@ -230,7 +234,7 @@ def test_the_teachers_own_prompt_is_scored_at_the_same_completion_tokens(two_mod
     for item in teacher.score(rollouts, request_for(config.loss, 4)):
         prompt, ids = item.rollout.prompt.teacher_ids, item.rollout.token_ids
         tokens = torch.cat([torch.tensor(prompt), ids])[None]
-        logits = teacher.model(tokens).logits[0, :, :VOCABULARY].log_softmax(-1)
+        logits = teacher.scorer.model(tokens).logits[0, :, :VOCABULARY].log_softmax(-1)
         expected = torch.stack([logits[len(prompt) + t - 1, ids[t]] for t in range(len(ids))])
         torch.testing.assert_close(item.scores.sampled_logprobs, expected, atol=1e-4, rtol=1e-4)
     assert student.version == 0

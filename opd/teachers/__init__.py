@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from opd.config import Config, LossSettings
+from opd.config import Config, LossSettings, TeacherSettings
 from opd.errors import PreflightError
-from opd.types import Rollout, ScoredRollout, ScoreRequest
+from opd.types import Query, Rollout, ScoredRollout, ScoreRequest
 
 if TYPE_CHECKING:
     from opd.heads import Head
@@ -30,10 +30,26 @@ class TeacherCapabilities:
     """Tokens of prompt and completion that it can read."""
 
 
+@dataclass(frozen=True, slots=True)
+class TeacherCard:
+    """What is known of a teacher without its weights: enough to find what does not fit before anything is loaded."""
+
+    name: str
+    tokenizer: Any
+    vocab_size: int
+    """Ids that its logits have."""
+    context_length: int | None
+    """Tokens of prompt and completion that it can read."""
+    load: Callable[[int], Scorer]
+    """Makes the scorer, given the size of the vocabulary that teacher and student share."""
+
+
 class Scorer(Protocol):
     """A teacher as the loop sees it."""
 
     capabilities: TeacherCapabilities
+    busy_seconds: float
+    """Time in which it had rollouts to score, since it was made."""
 
     @property
     def head(self) -> Head | None:
@@ -55,26 +71,59 @@ def request_for(loss: LossSettings, diagnostics_k: int) -> ScoreRequest:
     )
 
 
-def check_request(request: ScoreRequest, capabilities: TeacherCapabilities, kind: str) -> None:
+def query_of(rollout: Rollout, request: ScoreRequest, vocab_size: int) -> Query:
+    """Returns what a teacher is asked of one rollout.
+
+    Where the request wants the student's support, `distill.with_supports` has completed the rollout with it before.
+    """
+    return Query(
+        prompt_ids=rollout.prompt.teacher_ids,
+        token_ids=rollout.token_ids,
+        request=request,
+        vocab_size=vocab_size,
+        student_ids=rollout.topk_ids if request.wants_student_ids else None,
+    )
+
+
+def check_request(request: ScoreRequest, capabilities: TeacherCapabilities, name: str) -> None:
     """Raises PreflightError when the teacher cannot give what the loss needs, naming the teachers that can."""
 
     def refuse(what: str, where: str, who: str) -> PreflightError:
-        return PreflightError(f"The teacher ({kind}) cannot give {what}.", where=where, fix=f"use {who}")
+        return PreflightError(f"The teacher cannot give {what}.", where=f"{where}, {name}", fix=f"use {who}")
 
+    exact = "an in-process teacher or opd teacher serve"
     if request.kind == "full" and not capabilities.hidden:
-        raise refuse("the full vocabulary", "loss.support=full", "an in-process teacher, or loss.support=topk")
-    if request.kind == "topk" and request.support_of != "teacher" and not capabilities.gather:
-        raise refuse("log-probabilities at the student's ids", "loss.topk.of", "loss.topk.of=teacher")
-    if request.kind == "topk" and capabilities.max_topk is not None and request.k > capabilities.max_topk:
-        raise refuse(f"the top {request.k}", "loss.topk.k", f"loss.topk.k={capabilities.max_topk} or less")
+        raise refuse("the full vocabulary", "loss.support=full", f"{exact}, or loss.support=topk")
+    if request.wants_student_ids and not capabilities.gather:
+        raise refuse("log-probabilities at the student's ids", "loss.topk.of", f"{exact}, or loss.topk.of=teacher")
+    most = capabilities.max_topk
+    for key, k in (("loss.topk.k", request.k), ("diagnostics.k", request.diagnostics_k)):
+        if most is not None and k > most:
+            raise refuse(f"{k} ids", key, f"{key}={most} or less, or start the server with a larger --max-topk")
     if request.temperature != 1 and not capabilities.temperature:
-        raise refuse("scores at a temperature", "loss.temperature", "an in-process teacher, or loss.temperature=1")
+        raise refuse("scores at a temperature", "loss.temperature", f"{exact}, or loss.temperature=1")
 
 
-def build_teacher(config: Config, vocab_size: int) -> Scorer:
-    """Returns the teacher of the configuration, checked against what the loss will ask of it."""
-    from opd.teachers.local import LocalTeacher
+def find_teacher(settings: TeacherSettings, warn: Callable[[str], None]) -> TeacherCard:
+    """Returns what is known of the teacher that the configuration names; servers are asked who they are.
 
-    teacher = LocalTeacher(config.teacher, vocab_size)
-    check_request(request_for(config.loss, config.diagnostics.k), teacher.capabilities, "in-process")
+    `warn` is told, then and later, of servers that do not answer. Raises PreflightError.
+    """
+    match settings.resolved_kind:
+        case "local":
+            from opd.teachers.local import local_card
+
+            return local_card(settings)
+        case "opd_server":
+            from opd.teachers.client import RemoteTeacher
+
+            return RemoteTeacher(settings, warn).card()
+        case "vllm_server":
+            raise NotImplementedError
+
+
+def build_teacher(config: Config, card: TeacherCard, vocab_size: int) -> Scorer:
+    """Returns the teacher, checked against what the loss will ask of it; one in this process loads its weights now."""
+    teacher = card.load(vocab_size)
+    check_request(request_for(config.loss, config.diagnostics.k), teacher.capabilities, card.name)
     return teacher

@@ -68,7 +68,7 @@ class Batcher:
     def queued(self) -> tuple[int, int]:
         """(requests, tokens) that wait for a batch."""
         with self._changed:
-            return len(self._jobs), self._queued_tokens()
+            return sum(not job.future.cancelled() for job in self._jobs), self._queued_tokens()
 
     def submit(self, queries: Sequence[Query]) -> Future[list[TeacherScores]]:
         """Queues a request; cancelling its future drops what has not been scored. Raises QueueFull.

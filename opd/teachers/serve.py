@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import signal
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from opd.config import Dtype
 from opd.errors import ConfigError
 
 TOKEN_VARIABLE = "OPD_TEACHER_TOKEN"
-GRACE_SECONDS = 30
+GRACE_SECONDS = 10
 """How long requests that are being answered may take after the server is told to stop."""
 
 
@@ -89,6 +90,9 @@ def _serve_on(
     host, port = listener.getsockname()[:2]
     scheme = "https" if request.tls_certificate else "http"
     announce(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
+    # uvicorn raises the signal again when it is done, for whoever had it before; being told to stop is no failure here.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
     try:
         uvicorn.Server(config).run(sockets=[listener])
     finally:

@@ -44,6 +44,15 @@ def cut(
         yield group
 
 
+def in_order(scored: Iterable[ScoredRollout]) -> list[ScoredRollout]:
+    """Returns the rollouts by (prompt, sample), whatever the order of arrival; those that share a teacher's head together."""
+    ordered = sorted(scored, key=lambda item: item.rollout.key)
+    heads: dict[int, int] = {}
+    for item in ordered:
+        heads.setdefault(id(item.head), len(heads))
+    return sorted(ordered, key=lambda item: heads[id(item.head)])
+
+
 def lay_out(
     sequences: Sequence[tuple[Sequence[int], Tensor]], *, packed: bool, device: torch.device | str = "cpu"
 ) -> Microbatch:

@@ -117,7 +117,7 @@ def step(config: Config, stages: Pipeline, run: RunDirectory, *, diagnose: bool)
     scored_at = perf_counter()
 
     sampler.sleep()
-    update = student.update(scored, teacher.head, diagnostics_k=diagnostics_k)
+    update = student.update(scored, diagnostics_k=diagnostics_k)
     updated_at = perf_counter()
 
     sampler.wake()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from opd import batching
 from opd.config import Config, LossSettings, Support
 from opd.samplers import Sampler, SamplingParams
 from opd.student import Student
@@ -50,7 +51,7 @@ class Evaluator:
         """
         params = SamplingParams(max_tokens=self.config.eval.max_tokens, stop_token_ids=student.eos_ids)
         scored = self._scored(sampler.generate(self.prompts, params, EVAL_SEED))
-        stats = student.measure(scored, self.teacher.head, self.loss, diagnostics_k=self.config.diagnostics.k)
+        stats = student.measure(scored, self.loss, diagnostics_k=self.config.diagnostics.k)
         rollouts = [item.rollout for item in scored]
         mask = torch.ones(len(stats.loss), dtype=torch.bool)
         values = token_means(stats, mask) | length_values(rollouts)
@@ -69,7 +70,7 @@ class Evaluator:
             written = writer.generate(asked, params, EVAL_SEED)
             self._teacher_scored = self._scored(replace(r, prompt=by_index[r.prompt.index]) for r in written)
         scored = self._teacher_scored
-        stats = student.measure(scored, self.teacher.head, self.loss, diagnostics_k=0)
+        stats = student.measure(scored, self.loss, diagnostics_k=0)
         means = token_means(stats, torch.ones(len(stats.loss), dtype=torch.bool))
         lengths = length_values([item.rollout for item in scored])
         return {
@@ -78,4 +79,4 @@ class Evaluator:
         }
 
     def _scored(self, rollouts: Iterable[Rollout]) -> list[ScoredRollout]:
-        return sorted(self.teacher.score(rollouts, self.request), key=lambda item: item.rollout.key)
+        return batching.in_order(self.teacher.score(rollouts, self.request))

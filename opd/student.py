@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -42,11 +43,11 @@ class Update:
     """Global norm before clipping, last pass."""
     learning_rate: float
     stats: TokenStats
-    """Per-token values of all rollouts in (prompt, sample) order, from the first pass."""
+    """Per-token values of all rollouts in the order of `scored`, from the first pass."""
     weights: Tensor
     """[T] the reducer's weights; 0 = masked."""
     scored: list[ScoredRollout]
-    """The batch in that order."""
+    """The batch, in `batching.in_order`."""
     engine_mismatch: float
     """Nats a token between sampler and student, at the first pass (LOSSES section 8)."""
 
@@ -83,13 +84,13 @@ class Student:
         enabled = self.compute_dtype != torch.float32
         return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=enabled)
 
-    def update(self, scored: Sequence[ScoredRollout], teacher_head: Head | None, *, diagnostics_k: int) -> Update:
+    def update(self, scored: Sequence[ScoredRollout], *, diagnostics_k: int) -> Update:
         """Takes `train.inner_epochs` optimizer steps on one batch and returns what they did.
 
         Raises TrainingError when a loss or the gradient is not finite (no step is taken then), or when the options mask
         every token.
         """
-        scored = sorted(scored, key=lambda item: item.rollout.key)
+        scored = batching.in_order(scored)
         rollouts = [item.rollout for item in scored]
         weights = token_weights(rollouts, self.config.loss)
         first: TokenStats | None = None
@@ -97,7 +98,7 @@ class Student:
         self.model.train()
         for _ in range(self.config.train.inner_epochs):
             self.optimizer.zero_grad(set_to_none=True)
-            stats = self._accumulate(scored, weights, first, teacher_head, diagnostics_k if first is None else 0)
+            stats = self._accumulate(scored, weights, first, diagnostics_k if first is None else 0)
             if first is None:
                 first, mismatch = stats, self.verify_engine(rollouts, stats, truncated=self.config.rollout.truncates)
             grad_norm = self._step()
@@ -120,7 +121,6 @@ class Student:
         scored: list[ScoredRollout],
         weights: list[Tensor],
         first: TokenStats | None,
-        teacher_head: Head | None,
         diagnostics_k: int,
     ) -> TokenStats:
         """Adds the gradient of the whole step, micro-batch by micro-batch; returns its per-token values."""
@@ -128,7 +128,7 @@ class Student:
         first_logprobs = None if first is None else first.logprob.split(lengths)
         temperature = self.config.rollout.temperature
         parts = []
-        for group in self._groups(range(len(scored)), lambda i: scored[i].rollout):
+        for group in self._groups(range(len(scored)), lambda i: scored[i].rollout, lambda i: scored[i].head):
             items = [scored[i] for i in group]
             targets = batching.targets_of(
                 items,
@@ -136,8 +136,8 @@ class Student:
                 None if first_logprobs is None else [first_logprobs[i] for i in group],
                 self.device,
             )
-            loss, stats = self._loss(items, targets, self.config.loss, teacher_head, temperature, diagnostics_k)
-            self._require_finite_loss(loss, stats, items, teacher_head)
+            loss, stats = self._loss(items, targets, self.config.loss, temperature, diagnostics_k)
+            self._require_finite_loss(loss, stats, items)
             loss.backward()
             parts.append(stats)
         return join_stats(parts)
@@ -147,7 +147,6 @@ class Student:
         items: list[ScoredRollout],
         targets: Targets,
         settings: LossSettings,
-        teacher_head: Head | None,
         rollout_temperature: float,
         diagnostics_k: int,
     ) -> tuple[Tensor, TokenStats]:
@@ -158,7 +157,7 @@ class Student:
                 self.head,
                 targets,
                 settings,
-                teacher_head=teacher_head,
+                teacher_head=items[0].head,
                 rollout_temperature=rollout_temperature,
                 diagnostics_k=diagnostics_k,
             )
@@ -181,9 +180,7 @@ class Student:
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)
 
-    def _require_finite_loss(
-        self, loss: Tensor, stats: TokenStats, items: list[ScoredRollout], teacher_head: Head | None
-    ) -> None:
+    def _require_finite_loss(self, loss: Tensor, stats: TokenStats, items: list[ScoredRollout]) -> None:
         """Raises TrainingError, naming the completion token and what the teacher forbids there."""
         if torch.isfinite(loss):
             return
@@ -193,7 +190,7 @@ class Student:
                 break
             position -= len(item.rollout.token_ids)
         token = int(item.rollout.token_ids[position])
-        forbidden = forbidden_ids(item, position, teacher_head)
+        forbidden = forbidden_ids(item, position)
         if forbidden:
             names = ", ".join(f"{i} ({self.tokenizer.decode([i])!r})" for i in forbidden[:3])
             more = f" and of {len(forbidden) - 3} others" if len(forbidden) > 3 else ""
@@ -216,7 +213,6 @@ class Student:
     def measure(
         self,
         scored: Sequence[ScoredRollout],
-        teacher_head: Head | None,
         settings: LossSettings,
         *,
         rollout_temperature: float = 1.0,
@@ -224,10 +220,10 @@ class Student:
     ) -> TokenStats:
         """Returns per-token values of scored rollouts, in their order, without touching weights or gradients."""
         parts = []
-        for items in self._groups(scored, lambda item: item.rollout):
+        for items in self._groups(scored, lambda item: item.rollout, lambda item: item.head):
             weights = [torch.ones(len(item.rollout.token_ids)) for item in items]
             targets = batching.targets_of(items, weights, None, self.device)
-            parts.append(self._loss(items, targets, settings, teacher_head, rollout_temperature, diagnostics_k)[1])
+            parts.append(self._loss(items, targets, settings, rollout_temperature, diagnostics_k)[1])
         return join_stats(parts)
 
     @torch.no_grad()
@@ -274,12 +270,15 @@ class Student:
         else:
             yield from ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
 
-    def _groups(self, items: Any, rollout_of: Any) -> Iterator[list[Any]]:
+    def _groups(self, items: Any, rollout_of: Any, head_of: Any = lambda _: None) -> Iterator[list[Any]]:
+        """Cuts items into micro-batches, each with one teacher's head."""
+
         def length(item: Any) -> int:
             rollout = rollout_of(item)
             return len(rollout.prompt.student_ids) + len(rollout.token_ids)
 
-        return batching.cut(items, length, self.config.train.microbatch_tokens, packed=self.packed)
+        for _, alike in groupby(items, lambda item: id(head_of(item))):
+            yield from batching.cut(alike, length, self.config.train.microbatch_tokens, packed=self.packed)
 
     def _hidden(self, rollouts: Sequence[Rollout]) -> Tensor:
         pairs = [(rollout.prompt.student_ids, rollout.token_ids) for rollout in rollouts]
@@ -308,11 +307,11 @@ class Student:
 
 
 @torch.no_grad()
-def forbidden_ids(item: ScoredRollout, position: int, teacher_head: Head | None) -> list[int]:
+def forbidden_ids(item: ScoredRollout, position: int) -> list[int]:
     """Returns the ids in the loss's support to which the teacher gives no probability at a completion token."""
     scores = item.scores
-    if scores.hidden is not None and teacher_head is not None:
-        logits = teacher_head.logits(scores.hidden[position][None].to(teacher_head.weight.device))[0]
+    if scores.hidden is not None and item.head is not None:
+        logits = item.head.logits(scores.hidden[position][None].to(item.head.weight.device))[0]
         return torch.isneginf(logits).nonzero()[:, 0].tolist()
     if scores.support_ids is not None and scores.support_logprobs is not None:
         ids = scores.support_ids[position]

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from opd.heads import Head
+
 FinishReason = Literal["stop", "length"]
 SupportOf = Literal["student", "teacher", "union", "intersection"]
 
@@ -136,11 +138,13 @@ class ScoredRollout:
 
     rollout: Rollout
     scores: TeacherScores
+    head: Head | None = None
+    """The output head that `scores.hidden` is to be read with; None for other scores."""
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Everything the loss needs about the T completion tokens of a micro-batch, concatenated in (prompt, sample) order."""
+    """Everything the loss needs about the T completion tokens of a micro-batch, concatenated in `batching.in_order`."""
 
     token_ids: Tensor
     """[T] int64 sampled tokens y."""

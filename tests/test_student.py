@@ -57,9 +57,8 @@ def teacher_of(config):
 
 
 def scored_by(config, student, k=4):
-    teacher = teacher_of(config)
     rollouts = exact(student, rollouts_of(student.vocab_size), k)
-    return teacher, list(teacher.score(rollouts, request_for(config.loss, 4)))
+    return list(teacher_of(config).score(rollouts, request_for(config.loss, 4)))
 
 
 LOSSES = [
@@ -83,7 +82,7 @@ def test_the_gradient_does_not_depend_on_the_cut_into_microbatches(two_models, l
             train={"microbatch_tokens": budget, "max_grad_norm": None},
         )
         student = Student(config, VOCABULARY)
-        teacher, scored = scored_by(config, student)
+        scored = scored_by(config, student)
         gradients.append(gradient_of(student, scored, teacher))
     for other in gradients[1:]:
         assert float((other - gradients[0]).norm() / gradients[0].norm()) < 1e-5
@@ -98,7 +97,7 @@ def gradient_of(student, scored, teacher):
         return 0.0
 
     student._step = catch
-    student.update(scored, teacher.head, diagnostics_k=4)
+    student.update(scored, diagnostics_k=4)
     return caught["gradient"]
 
 
@@ -107,9 +106,9 @@ def test_a_teacher_that_is_the_student_gives_no_loss_and_no_gradient(two_models,
     student_folder, _ = two_models
     config = config_of(student_folder, student_folder, loss={"chunk_tokens": 5, **loss})
     student = Student(config, VOCABULARY)
-    teacher, scored = scored_by(config, student)
+    scored = scored_by(config, student)
     assert float(gradient_of(student, scored, teacher).norm()) < 1e-5
-    update = student.update(scored, teacher.head, diagnostics_k=4)
+    update = student.update(scored, diagnostics_k=4)
     assert abs(update.loss) < 1e-6
     assert float(update.stats.overlap.mean()) == 1
 
@@ -118,16 +117,16 @@ def test_a_teacher_that_is_the_student_gives_no_loss_and_no_gradient(two_models,
 def test_steps_on_one_batch_bring_the_student_towards_the_teacher(two_models, loss):
     config = config_of(*two_models, loss={"chunk_tokens": 5, **loss}, sync={"max_mismatch": 100.0})
     student = Student(config, VOCABULARY)
-    teacher, scored = scored_by(config, student)
+    scored = scored_by(config, student)
     measure = config_of(*two_models, loss={"support": "full"})
     full = list(teacher_of(measure).score([s.rollout for s in scored], request_for(measure.loss, 4)))
 
     def distance():
-        return float(student.measure(full, teacher.head, measure.loss, diagnostics_k=4).reverse_kl.mean())
+        return float(student.measure(full, measure.loss, diagnostics_k=4).reverse_kl.mean())
 
     start = distance()
     for _ in range(12):
-        student.update(scored, teacher.head, diagnostics_k=0)
+        student.update(scored, diagnostics_k=0)
     assert distance() < start
     assert student.version == 12
 
@@ -135,32 +134,28 @@ def test_steps_on_one_batch_bring_the_student_towards_the_teacher(two_models, lo
 def test_a_batch_that_the_options_empty_is_an_error_that_names_them(two_models):
     config = config_of(*two_models, loss={"skip_first_tokens": 500})
     student = Student(config, VOCABULARY)
-    teacher, scored = scored_by(config, student)
+    scored = scored_by(config, student)
     with pytest.raises(TrainingError, match="skip_first_tokens"):
-        student.update(scored, teacher.head, diagnostics_k=0)
+        student.update(scored, diagnostics_k=0)
 
 
 @pytest.mark.parametrize("support", ["sampled", "topk", "full"])
 def test_a_teacher_that_forbids_a_token_stops_the_run_before_a_step_and_is_told_apart(two_models, support):
     config = config_of(*two_models, loss={"support": support, "topk": {"k": VOCABULARY}})
     student = Student(config, VOCABULARY)
-    teacher, scored = scored_by(config, student, k=VOCABULARY)
+    teacher, scored = teacher_of(config), scored_by(config, student, k=VOCABULARY)
     written = int(scored[1].rollout.token_ids[2])
     # A bias of −inf forbids a token everywhere, for every support; the first rollout that meets it is the one named.
     forbidden, position = (written, 2) if support == "sampled" else ((written + 1) % VOCABULARY, 0)
-    bias = torch.zeros(len(teacher.head.weight))
+    bias = torch.zeros(teacher.scorer.model.config.vocab_size)
     bias[forbidden] = -torch.inf
     teacher.scorer.model.get_output_embeddings().bias = torch.nn.Parameter(bias, requires_grad=False)
     request = request_for(config.loss, 4)
     scored = [scored[0], *teacher.score([item.rollout for item in scored[1:]], request)]
     before = {name: p.detach().clone() for name, p in student.trainable.items()}
-    if support == "full":
-        # Hidden states carry no bias: the head is the teacher's, so the first token of all is the one.
-        where = "prompt 0, sample 0, completion token 0"
-    else:
-        where = f"prompt 0, sample 1, completion token {position}"
+    where = f"prompt 0, sample 1, completion token {position}"
     with pytest.raises(TrainingError) as caught:
-        student.update(scored, teacher.head, diagnostics_k=0)
+        student.update(scored, diagnostics_k=0)
     assert where in caught.value.where
     assert f"probability of token {forbidden} (" in caught.value.why
     assert ("mask_token_ids" in caught.value.fix) == (support == "sampled")
@@ -172,10 +167,10 @@ def test_an_engine_with_other_weights_stops_the_run_before_a_step(two_models):
 
     config = config_of(*two_models)
     student = Student(config, VOCABULARY)
-    teacher, scored = scored_by(config, student)
+    scored = scored_by(config, student)
     stale = [replace(s, rollout=replace(s.rollout, logprobs=s.rollout.logprobs - 1.0)) for s in scored]
     with pytest.raises(TrainingError, match="mismatch"):
-        student.update(stale, teacher.head, diagnostics_k=0)
+        student.update(stale, diagnostics_k=0)
     assert student.version == 0
 
 
@@ -186,8 +181,8 @@ def test_lora_trains_adapters_only_and_syncs_the_weights_merged_once(two_models)
         train={"learning_rate": 1e-2},
     )
     student = Student(config, VOCABULARY)
-    teacher, scored = scored_by(config, student)
-    student.update(scored, teacher.head, diagnostics_k=0)
+    scored = scored_by(config, student)
+    student.update(scored, diagnostics_k=0)
     assert all("lora_" in name for name in student.trainable)
     plain = Student(config_of(*two_models), VOCABULARY)
     names = dict(plain.named_weights())
@@ -210,13 +205,13 @@ def test_an_adapter_on_a_tied_head_is_refused(two_models):
 def test_a_checkpoint_of_the_student_continues_as_if_nothing_had_happened(two_models):
     config = config_of(*two_models, sync={"max_mismatch": 100.0})
     student = Student(config, VOCABULARY)
-    teacher, scored = scored_by(config, student)
-    student.update(scored, teacher.head, diagnostics_k=0)
+    scored = scored_by(config, student)
+    student.update(scored, diagnostics_k=0)
     saved = {part: {k: v.clone() for k, v in tensors.items()} for part, tensors in student.state().items()}
-    student.update(scored, teacher.head, diagnostics_k=0)
+    student.update(scored, diagnostics_k=0)
     resumed = Student(config, VOCABULARY)
     resumed.load_state(saved, 1)
-    resumed.update(scored, teacher.head, diagnostics_k=0)
+    resumed.update(scored, diagnostics_k=0)
     for name, parameter in student.trainable.items():
         assert torch.equal(parameter, resumed.trainable[name])
 

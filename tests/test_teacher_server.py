@@ -111,9 +111,11 @@ def test_a_remote_teacher_says_what_the_in_process_one_says(local, remote, reque
                 torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5, msg=lambda m, f=field: f"{f.name}: {m}")
 
 
-def test_the_head_that_is_fetched_is_the_teachers(local, remote):
-    hidden = torch.randn(7, local.head.weight.shape[1], generator=torch.Generator().manual_seed(0))
-    assert torch.equal(remote.head.logits(hidden), local.head.logits(hidden))
+def test_hidden_states_come_with_the_head_that_they_are_read_with(local, remote):
+    hidden = torch.randn(7, 32, generator=torch.Generator().manual_seed(0))
+    ours, theirs = (list(teacher.score(rollouts_of(3), REQUESTS[-1])) for teacher in (remote, local))
+    assert torch.equal(ours[0].head.logits(hidden), theirs[0].head.logits(hidden))
+    assert ours[0].head is ours[2].head, "fetched once"
 
 
 def test_the_tokenizer_comes_with_the_server(url, two_models):

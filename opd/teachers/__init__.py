@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from opd.config import Config, LossSettings, TeacherSettings
 from opd.errors import PreflightError
 from opd.types import Query, Rollout, ScoredRollout, ScoreRequest
-
-if TYPE_CHECKING:
-    from opd.heads import Head
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +48,11 @@ class Scorer(Protocol):
     busy_seconds: float
     """Time in which it had rollouts to score, since it was made."""
 
-    @property
-    def head(self) -> Head | None:
-        """The teacher's output head, when `hidden` scores are to be turned into logits."""
-
     def score(self, rollouts: Iterable[Rollout], request: ScoreRequest) -> Iterator[ScoredRollout]:
-        """Yields each rollout with its scores; rollouts are taken from the stream as they are finished."""
+        """Yields each rollout once with its scores; rollouts are taken from the stream as they are finished.
+
+        Hidden states come with the head that they are to be read with.
+        """
 
 
 def request_for(loss: LossSettings, diagnostics_k: int) -> ScoreRequest:

@@ -7,7 +7,6 @@ from time import perf_counter
 
 from opd import batching
 from opd.config import TeacherSettings
-from opd.heads import Head
 from opd.models import load_model_config, load_tokenizer
 from opd.teachers import TeacherCapabilities, TeacherCard, query_of
 from opd.teachers.scoring import ScoringModel
@@ -38,13 +37,10 @@ class LocalTeacher:
         )
         self.busy_seconds = 0.0
 
-    @property
-    def head(self) -> Head:
-        """The output head, cut to the vocabulary that both models share."""
-        return self.scorer.head(self.vocab_size)
-
     def score(self, rollouts: Iterable[Rollout], request: ScoreRequest) -> Iterator[ScoredRollout]:
         """Yields every rollout with its scores, a batch of `teacher.batch_tokens` at a time."""
+
+        head = self.scorer.head(self.vocab_size) if request.kind == "full" else None
 
         def length(rollout: Rollout) -> int:
             return len(rollout.prompt.teacher_ids) + len(rollout.token_ids)
@@ -54,4 +50,4 @@ class LocalTeacher:
             scores = self.scorer.score([query_of(rollout, request, self.vocab_size) for rollout in group])
             self.busy_seconds += perf_counter() - start
             for rollout, own in zip(group, scores, strict=True):
-                yield ScoredRollout(rollout, own)
+                yield ScoredRollout(rollout, own, head)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from opd.config import DataSource
 from opd.errors import DataError
-from opd.sources import HUB, split_revision
+from opd.sources import HUB, holds_default, split_revision
 from opd.tables import KINDS, Rows, Table, first_line
 
 
@@ -61,7 +61,7 @@ def read_folder(path: Path, source: DataSource) -> Table:
         loaded = loaded[name]
         if start is not None or stop is not None:
             loaded = loaded.select(range(*slice(start, stop).indices(len(loaded))))
-    elif "split" in source.model_fields_set:
+    elif not holds_default(source, "split"):
         raise DataError(
             f"The data set has no split {source.split}.",
             where=str(path),

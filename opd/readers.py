@@ -14,7 +14,7 @@ from typing import IO, Any
 from opd.config import DataSource
 from opd.errors import DataError
 from opd.hub import read_folder, read_hub
-from opd.sources import HUB, STDIN, nearest_names
+from opd.sources import HUB, STDIN, holds_default, nearest_names
 from opd.tables import KINDS, Table, first_line, kind_of
 
 
@@ -27,7 +27,7 @@ def read(source: DataSource) -> Table:
         is_folder, is_file = path.is_dir(), path.is_file()
     except OSError as error:
         raise DataError("The path cannot be read.", where=source.path[:100], why=first_line(error)) from error
-    foreign = [key for key in ("name", "split", "revision") if key in source.model_fields_set]
+    foreign = [key for key in ("name", "split", "revision") if not holds_default(source, key)]
     if foreign and not (is_folder and foreign == ["split"]):
         raise DataError(
             f"{foreign[0]} belongs to data sets of the Hugging Face hub.",

@@ -78,6 +78,8 @@ def load_resumed(run: RunDirectory, overrides: Sequence[str], flags: Mapping[str
 
 def _first_origin(origin: str, run: RunDirectory, lines: Sequence[str]) -> str:
     """Returns where a value came from when the run began, for one that config.yaml hands on."""
+    if origin == "default":
+        return origin
     file, _, number = origin.rpartition(":")
     if file != str(run.config_file):
         return f"{origin} (on resume)"

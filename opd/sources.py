@@ -69,6 +69,11 @@ def split_revision(path: str) -> tuple[str, str | None]:
     return name, revision if at else None
 
 
+def holds_default(source: DataSource, key: str) -> bool:
+    """Whether a key says no more than if it had been left out, as where a tool has written every key down."""
+    return bool(getattr(source, key) == DataSource.model_fields[key].default)
+
+
 def nearest_names(name: str, names: Iterable[str], limit: int = 3) -> list[str]:
     """Returns those of `names` that resemble `name`, best first."""
     by_lower: dict[str, str] = {}

@@ -196,6 +196,12 @@ def test_an_unknown_kind_of_file_and_a_setting_that_files_do_not_have(tmp_path):
     assert "split belongs to data sets of the Hugging Face hub" in refusal(parse_source(f"{file},split=test"))
 
 
+def test_a_file_may_be_told_what_it_would_be_told_anyway(tmp_path):
+    file = numbered(tmp_path, "a.jsonl", 2)
+    told = DataSource(path=str(file), name=None, split="train", revision=None)
+    assert len(load_sources(DataSettings(train=[told])).sources[0].rows) == 2
+
+
 def test_a_hub_that_cannot_be_reached_is_an_error_of_the_data():
     message = refusal(parse_source("hf://nobody-at-all/nothing,name=main"))
     assert "could not be loaded from the hub" in message

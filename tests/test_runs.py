@@ -177,6 +177,20 @@ def test_what_was_changed_on_a_resumption_is_kept_with_the_run(load):
     assert (run.path / "overrides.txt").read_text().splitlines()[-1] == "train.steps=9"
 
 
+def test_a_run_resumed_with_a_changed_setting_can_be_resumed_again(load):
+    """What a data source was not told stays untold in config.yaml, however often the run is gone on with."""
+    run = RunDirectory.create(load("train.steps=5"))
+    first = run.config_file.read_text()
+    for steps in (6, 7):
+        resumed = load_resumed(run, [f"train.steps={steps}"], {})
+        assert resumed.provenance["loss.topk.k"] == "default"
+        run.write_config(resumed)
+        (source,) = load_config([run.config_file]).config.data.train
+        assert source.model_fields_set == {"path"}
+    changed = [line for line in run.config_file.read_text().splitlines() if line not in first.splitlines()]
+    assert [line.split() for line in changed] == [["steps:", "7", "#", "override", "(on", "resume)"]]
+
+
 def test_a_resumption_in_another_environment_is_kept_beside_the_first(load, monkeypatch):
     run = RunDirectory.create(load())
     first = json.loads((run.path / "env.json").read_text())

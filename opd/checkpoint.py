@@ -1,7 +1,7 @@
 """Checkpoints: written aside and renamed, so that a torn one is never chosen; tensors as safetensors, never pickle.
 
 checkpoints/step-000010/{model.safetensors, optimizer.safetensors, state.json, manifest.json}; the manifest is written
-last and has the size and a checksum of every other file.
+last and has the size of every other file, a checksum of its ends and one of all its bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from opd.errors import CheckpointError
 FORMAT = 1
 MANIFEST, STATE = "manifest.json", "state.json"
 EDGE_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 22
 _NAME = re.compile(r"step-(\d+)")
 _ASIDE, _REPLACED = ".saving-", ".replaced-"
 _NO_ROOM = {errno.ENOSPC: "No space left", errno.EDQUOT: "quota exceeded"}
@@ -35,14 +36,25 @@ Parts = Mapping[str, Mapping[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint as it was saved."""
+    """A checkpoint of which every byte is what was saved."""
 
     path: Path
     step: int
-    tensors: dict[str, dict[str, Tensor]]
-    """Part ("model", "optimizer") → name → tensor, on the CPU; mapped from the file, so read when they are used."""
     state: dict[str, Any]
-    """Everything else that the run needs to go on."""
+    """Everything beside the tensors that the run needs to go on."""
+
+    def tensors(self, like: Parts | None = None) -> dict[str, dict[str, Tensor]]:
+        """Returns part ("model", "optimizer") → name → tensor, on the CPU; mapped from the file, so read when they are used.
+
+        `like`: what the student holds now; its model tensors have to have the same names and shapes. Raises CheckpointError.
+        """
+        try:
+            found = {file.stem: load_file(file) for file in sorted(self.path.glob("*.safetensors"))}
+        except (OSError, SafetensorError) as error:
+            raise _unreadable(self.path, error) from error
+        if like is not None:
+            _require_same_model(self.path, found.get("model", {}), like["model"])
+        return found
 
 
 def save_checkpoint(folder: Path, step: int, parts: Parts, state: Mapping[str, Any], *, keep_last: int) -> Path:
@@ -75,7 +87,7 @@ def save_checkpoint(folder: Path, step: int, parts: Parts, state: Mapping[str, A
         ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    _remove_older(folder, keep_last)
+    _remove_others(folder, step, keep_last)
     return path
 
 
@@ -84,53 +96,69 @@ def checkpoints_in(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     found = {path: _NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir()}
-    return sorted((path for path, name in found.items() if name), key=lambda path: int(path.name.partition("-")[2]))
+    return sorted((path for path, name in found.items() if name), key=_step_of)
 
 
-def latest_checkpoint(folder: Path) -> Path | None:
-    """Returns the newest checkpoint that is whole, or None."""
-    return next((path for path in reversed(checkpoints_in(folder)) if what_is_torn(path) is None), None)
+def newest_checkpoint(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
+    """Returns the newest checkpoint that is whole to the last byte, None where none was ever saved.
+
+    `warn` is told of every newer one that is passed over. Raises CheckpointError where there are checkpoints and all are
+    torn: whoever asked for one would otherwise begin again and write over them.
+    """
+    torn: dict[Path, str] = {}
+    for path in reversed(checkpoints_in(folder)):
+        if problem := what_is_torn(path, every_byte=True):
+            torn[path] = problem
+            continue
+        checkpoint = _load(path)
+        for other, reason in torn.items():
+            warn(f"the checkpoint {other} is torn ({reason}); the one of step {checkpoint.step} is used instead")
+        return checkpoint
+    if not torn:
+        return None
+    raise CheckpointError(
+        "The run has checkpoints, and none of them is whole.",
+        where=str(folder),
+        why="; ".join(f"{path.name}: {problem}" for path, problem in torn.items()),
+        fix=f"put one back from a copy, or remove {folder}: the run can then start again from its first step",
+    )
 
 
-def what_is_torn(path: Path) -> str | None:
+def what_is_torn(path: Path, *, every_byte: bool = False) -> str | None:
     """Returns what is wrong with a checkpoint's files, in words, or None when it is whole.
 
-    Cheap whatever the size of the model: only the ends of each file are read.
+    Cheap whatever the size of the model, because only the ends of each file are read; with `every_byte` all of it is,
+    which finds damage in the middle too, except in checkpoints from before opd kept that checksum.
     """
     try:
         listed = json.loads((path / MANIFEST).read_text())["files"]
-        files = {str(name): (int(file["bytes"]), int(file["edges_crc32"])) for name, file in listed.items()}
+        files = {
+            str(name): (int(file["bytes"]), int(file["edges_crc32"]), file.get("crc32"))
+            for name, file in listed.items()
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is missing or unreadable"
-    for name, (size, checksum) in files.items():
+    for name, (size, edges, whole) in files.items():
         file = path / name
-        if not file.exists():
-            return f"{name} is missing"
-        if file.stat().st_size != size:
-            return f"{name} has {file.stat().st_size:,} bytes instead of {size:,}"
-        if _edges_crc32(file) != checksum:
-            return f"{name} is not what was saved: its checksum differs"
+        try:
+            if not file.exists():
+                return f"{name} is missing"
+            if file.stat().st_size != size:
+                return f"{name} has {file.stat().st_size:,} bytes instead of {size:,}"
+            if _edges_crc32(file) != edges or (every_byte and whole is not None and _crc32(file) != whole):
+                return f"{name} is not what was saved: its checksum differs"
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
     return None
 
 
-def load_checkpoint(path: Path, *, like: Parts | None = None) -> Checkpoint:
-    """Returns a checkpoint. `like`: what the student holds now; its model tensors have to have the same names and shapes.
-
-    Raises CheckpointError for a torn checkpoint and for one of another model.
-    """
-    if problem := what_is_torn(path):
-        raise CheckpointError(
-            "The checkpoint is torn.",
-            where=str(path),
-            why=problem,
-            fix="resume from the run directory, which chooses the newest whole checkpoint",
-        )
+def _load(path: Path) -> Checkpoint:
+    """Returns a checkpoint whose files have been verified; raises CheckpointError for one of another version of opd."""
     try:
         written = json.loads((path / MANIFEST).read_text())["format"]
-        tensors = {file.stem: load_file(file) for file in sorted(path.glob("*.safetensors"))}
         state = json.loads((path / STATE).read_text())
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise CheckpointError("The checkpoint cannot be read.", where=str(path), why=str(error)) from error
+    except (OSError, ValueError, KeyError) as error:
+        raise _unreadable(path, error) from error
     if written != FORMAT:
         raise CheckpointError(
             "The checkpoint was written by another version of opd.",
@@ -138,9 +166,7 @@ def load_checkpoint(path: Path, *, like: Parts | None = None) -> Checkpoint:
             why=f"it has format {written}, this version reads {FORMAT}",
             fix="resume with the version in the run's env.json",
         )
-    if like is not None:
-        _require_same_model(path, tensors.get("model", {}), like["model"])
-    return Checkpoint(path, int(state.pop("step")), tensors, state)
+    return Checkpoint(path, int(state.pop("step")), state)
 
 
 def _write(folder: Path, step: int, parts: Parts, state: Mapping[str, Any]) -> None:
@@ -149,7 +175,7 @@ def _write(folder: Path, step: int, parts: Parts, state: Mapping[str, Any]) -> N
         save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, folder / f"{part}.safetensors")
     (folder / STATE).write_text(json.dumps({"step": step, **state}))
     files = {
-        file.name: {"bytes": file.stat().st_size, "edges_crc32": _edges_crc32(file)}
+        file.name: {"bytes": file.stat().st_size, "edges_crc32": _edges_crc32(file), "crc32": _crc32(file)}
         for file in sorted(folder.iterdir())
     }
     for file in folder.iterdir():
@@ -157,6 +183,10 @@ def _write(folder: Path, step: int, parts: Parts, state: Mapping[str, Any]) -> N
     (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, "step": step, "files": files}, indent=2))
     _flush(folder / MANIFEST)
     _flush(folder)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.partition("-")[2])
 
 
 def _put_in_place(aside: Path, path: Path) -> None:
@@ -169,13 +199,17 @@ def _put_in_place(aside: Path, path: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _remove_older(folder: Path, keep_last: int) -> None:
-    """Keeps the newest `keep_last` whole checkpoints; a torn one neither counts nor outlives them."""
+def _remove_others(folder: Path, step: int, keep_last: int) -> None:
+    """Keeps the newest `keep_last` whole checkpoints up to `step`; a torn one neither counts nor outlives them.
+
+    A later one was found damaged, or the run would have gone on from it, and what it was saved of has been done anew.
+    """
     found = checkpoints_in(folder)
-    whole = [path for path in found if what_is_torn(path) is None]
-    kept = whole[-keep_last:]
-    for path in found[: found.index(kept[0])] if kept else []:
-        shutil.rmtree(path, ignore_errors=True)
+    whole = [path for path in found if _step_of(path) <= step and what_is_torn(path) is None]
+    if kept := whole[-keep_last:]:
+        for path in found:
+            if path not in kept:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _require_same_model(path: Path, saved: Mapping[str, Tensor], current: Mapping[str, Tensor]) -> None:
@@ -190,6 +224,10 @@ def _require_same_model(path: Path, saved: Mapping[str, Tensor], current: Mappin
             why=f"it is {shapes[0]} in the checkpoint and {shapes[1]} in the student",
             fix="use the student.model (and student.lora) that the run was started with",
         )
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError("The checkpoint cannot be read.", where=str(path), why=str(error))
 
 
 def _no_room(folder: Path, step: int, needed: int, free: int) -> CheckpointError:
@@ -211,6 +249,15 @@ def _edges_crc32(file: Path) -> int:
         checksum = zlib.crc32(handle.read(EDGE_BYTES))
         handle.seek(max(EDGE_BYTES, file.stat().st_size - EDGE_BYTES))
         return zlib.crc32(handle.read(), checksum)
+
+
+def _crc32(file: Path) -> int:
+    """Returns the checksum of all of a file; about a second a gigabyte."""
+    checksum = 0
+    with file.open("rb") as handle:
+        while chunk := handle.read(CHUNK_BYTES):
+            checksum = zlib.crc32(chunk, checksum)
+    return checksum
 
 
 def _flush(path: Path) -> None:

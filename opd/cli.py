@@ -178,7 +178,7 @@ def export(
     with _reporting(json_output=json_output, debug=debug) as answer:
         from opd.export import export_run
 
-        written = export_run(run, folder, adapter=adapter, dtype=dtype)
+        written = export_run(run, folder, warn=_warn, adapter=adapter, dtype=dtype)
         answer({"folder": str(written)}, f"wrote {written}")
 
 
@@ -252,7 +252,7 @@ def config_show(arguments: Arguments = None, debug: Debug = False) -> None:
         recipes, overrides = _sorted_out(arguments)
         loaded = load_config(recipes, overrides, complete=False)
         for warning in loaded.warnings:
-            print(f"warning: {warning}", file=sys.stderr)
+            _warn(warning)
         print(resolved_yaml(loaded), end="")
 
 
@@ -338,6 +338,10 @@ def _unforeseen(error: Exception) -> OpdError:
         if out_of_memory
         else "report it with the output of `opd env` and the traceback (--debug shows it)",
     )
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr)
 
 
 def _print_error(error: OpdError) -> None:

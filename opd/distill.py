@@ -18,14 +18,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from opd import batching
-from opd.checkpoint import load_checkpoint, save_checkpoint
+from opd.checkpoint import Checkpoint, save_checkpoint
 from opd.config import Config
 from opd.errors import TeacherUnavailable
 from opd.interrupt import StopSignal
@@ -57,8 +56,10 @@ class Summary:
     """The same after the last."""
 
 
-def distill(config: Config, run: RunDirectory, display: Display, trackers: Trackers, resume: Path | None) -> Summary:
-    """Trains the student and returns how it went; `resume` names the checkpoint to go on from."""
+def distill(
+    config: Config, run: RunDirectory, display: Display, trackers: Trackers, resume: Checkpoint | None
+) -> Summary:
+    """Trains the student and returns how it went; `resume` is the checkpoint to go on from."""
     stages = build_pipeline(config, display.phase, display.warn)
     student, sampler = stages.student, stages.sampler
     if resume is not None:
@@ -262,11 +263,10 @@ def save(config: Config, stages: Pipeline, run: RunDirectory) -> int:
     return student.version
 
 
-def restore(path: Path, stages: Pipeline) -> None:
+def restore(checkpoint: Checkpoint, stages: Pipeline) -> None:
     """Puts student, optimizer and prompt stream back to where a checkpoint was saved."""
     student = stages.student
-    checkpoint = load_checkpoint(path, like=student.state())
-    student.load_state(checkpoint.tensors, checkpoint.step)
+    student.load_state(checkpoint.tensors(like=student.state()), checkpoint.step)
     stages.prompts.load_state_dict(checkpoint.state["prompts"])
 
 

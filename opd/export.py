@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from opd.checkpoint import latest_checkpoint, load_checkpoint
+from opd.checkpoint import Checkpoint, newest_checkpoint
 from opd.config import StudentSettings
 from opd.errors import CheckpointError, ConfigError, RunDirectoryError
 from opd.models import load_model, load_model_config, load_tokenizer
@@ -22,8 +23,10 @@ from opd.runs import RunDirectory
 CPU = torch.device("cpu")
 
 
-def export_run(run: Path, folder: Path, *, adapter: bool = False, dtype: str | None = None) -> Path:
-    """Writes the newest whole checkpoint of a run to `folder` and returns it.
+def export_run(
+    run: Path, folder: Path, *, warn: Callable[[str], None], adapter: bool = False, dtype: str | None = None
+) -> Path:
+    """Writes the newest whole checkpoint of a run to `folder` and returns it; `warn` is told of torn ones that are newer.
 
     Adapters are merged into their base model, or with `adapter` written alone in peft's format. `dtype` (float32 or
     bfloat16) is that of the student's own configuration unless it is given; adapters alone are float32. The folder is
@@ -43,12 +46,13 @@ def export_run(run: Path, folder: Path, *, adapter: bool = False, dtype: str | N
     if dtype not in (None, "float32", "bfloat16"):
         raise ConfigError(f"dtype {dtype} cannot be exported.", where="--dtype", fix="use float32 or bfloat16")
     _require_empty(folder)
-    checkpoint = latest_checkpoint(opened.checkpoints)
+    checkpoint = newest_checkpoint(opened.checkpoints, warn)
     if checkpoint is None:
         raise CheckpointError(
-            "The run has no whole checkpoint.",
+            "The run has no checkpoint.",
             where=str(opened.checkpoints),
-            fix=f"go on with it until one is saved: opd distill --resume {run}",
+            why="it stopped before its first one was saved (checkpoint.every)",
+            fix=f"opd distill --resume {shlex.quote(str(run))} begins it again from its first step",
         )
     tokenizer = load_tokenizer(student.model, student.revision, "student")
     model = _trained(student, checkpoint, config.run.seed, adapter=adapter, dtype=dtype)
@@ -56,17 +60,17 @@ def export_run(run: Path, folder: Path, *, adapter: bool = False, dtype: str | N
     return folder
 
 
-def _trained(student: StudentSettings, path: Path, seed: int, *, adapter: bool, dtype: str | None) -> Any:
+def _trained(student: StudentSettings, checkpoint: Checkpoint, seed: int, *, adapter: bool, dtype: str | None) -> Any:
     """Returns the student with a checkpoint's weights: a plain model, or with `adapter` peft's wrapped one."""
     model = load_model(student.model, student.revision, torch.float32, CPU, "student")
     wanted = _released_dtype(student) if dtype is None else getattr(torch, dtype)
     if student.lora is None:
-        _fill(dict(model.named_parameters()), path)
+        _fill(dict(model.named_parameters()), checkpoint)
         return model.to(wanted)
     from opd import lora
 
     wrapped = lora.wrap(model, student.lora, seed)
-    _fill({name: parameter for name, parameter in wrapped.named_parameters() if parameter.requires_grad}, path)
+    _fill({name: parameter for name, parameter in wrapped.named_parameters() if parameter.requires_grad}, checkpoint)
     if adapter:
         settings = wrapped.peft_config[lora.ADAPTER]
         local = Path(student.model)
@@ -85,9 +89,9 @@ def _released_dtype(student: StudentSettings) -> torch.dtype:
 
 
 @torch.no_grad()
-def _fill(parameters: Mapping[str, Tensor], path: Path) -> None:
+def _fill(parameters: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
     """Copies a checkpoint's weights into parameters of the same names; raises CheckpointError when they are not the same."""
-    saved = load_checkpoint(path, like={"model": parameters}).tensors["model"]
+    saved = checkpoint.tensors(like={"model": parameters})["model"]
     for name, parameter in parameters.items():
         parameter.copy_(saved[name])
 

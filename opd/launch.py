@@ -6,14 +6,17 @@ import os
 import shlex
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opd.errors import EXIT_FAILED, ConfigError, Interrupted, OpdError, TeacherUnavailable
 from opd.recipes import LoadedConfig, load_config
 from opd.runs import RunDirectory, json_values
 from opd.trackers import open_trackers, require_installed
+
+if TYPE_CHECKING:
+    from opd.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +92,17 @@ def launch(request: Request) -> dict[str, Any]:
         run.close()
 
 
-def _new(request: Request) -> tuple[RunDirectory, LoadedConfig, Path | None]:
+def _new(request: Request) -> tuple[RunDirectory, LoadedConfig, Checkpoint | None]:
     loaded = load_config(request.recipes, request.overrides, request.flags)
     require_installed(loaded.config.run.trackers)
     return RunDirectory.create(loaded, force=request.force), loaded, None
 
 
-def _resumed(request: Request) -> tuple[RunDirectory, LoadedConfig, Path | None]:
-    """The run as it was begun. Without a checkpoint it starts again from its first step."""
+def _resumed(request: Request) -> tuple[RunDirectory, LoadedConfig, Checkpoint | None]:
+    """The run as it was begun, and its newest whole checkpoint; where none was ever saved it starts again.
+
+    Raises CheckpointError where all are torn.
+    """
     assert request.resume is not None
     if request.recipes or request.force:
         given = request.recipes[0] if request.recipes else "--force"
@@ -105,7 +111,7 @@ def _resumed(request: Request) -> tuple[RunDirectory, LoadedConfig, Path | None]
             why="a resumed run goes on with the configuration in its own directory",
             fix=f"opd distill --resume {request.resume}, with key=value for the few things that may change",
         )
-    from opd.checkpoint import latest_checkpoint
+    from opd.checkpoint import newest_checkpoint
     from opd.resume import load_resumed, resolve_resume
 
     folders = [text.partition("=")[2] for text in request.overrides if text.startswith("run.dir=")]
@@ -114,7 +120,9 @@ def _resumed(request: Request) -> tuple[RunDirectory, LoadedConfig, Path | None]
     loaded = load_resumed(run, overrides, request.flags or {})
     require_installed(loaded.config.run.trackers)
     run.lock()
-    checkpoint = latest_checkpoint(run.checkpoints)
+    torn: list[str] = []
+    checkpoint = newest_checkpoint(run.checkpoints, torn.append)
+    loaded = replace(loaded, warnings=(*loaded.warnings, *torn))
     if checkpoint is None:
         run.rewind(-1)
     run.note_resumption(loaded.overrides)

@@ -35,10 +35,11 @@ def resolve_resume(name: str, folder: Path) -> RunDirectory:
     """Returns the run named on `--resume`; `auto` is the newest run under `folder` that has a checkpoint."""
     if name != "auto":
         return RunDirectory.open(name)
-    from opd.checkpoint import latest_checkpoint
+    from opd.checkpoint import checkpoints_in
 
     for run in runs_in(folder):
-        if latest_checkpoint(run.checkpoints) is not None:
+        # Torn ones count: passing over the run on their account would go on with another one unasked.
+        if checkpoints_in(run.checkpoints):
             return run
     raise RunDirectoryError(
         f"There is no run with a checkpoint under {folder}.",

@@ -294,7 +294,7 @@ class Student:
 
     @torch.no_grad()
     def load_state(self, tensors: dict[str, dict[str, Tensor]], version: int) -> None:
-        """Restores what `state` gave; names and shapes have been checked by `checkpoint.load_checkpoint`."""
+        """Restores what `state` gave; names and shapes have been checked by `Checkpoint.tensors`."""
         for name, parameter in self.trainable.items():
             parameter.copy_(tensors["model"][name])
         for name, parameter in self.trainable.items():

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from opd.checkpoint import checkpoints_in, latest_checkpoint, load_checkpoint, save_checkpoint
+from opd.checkpoint import Checkpoint, checkpoints_in, newest_checkpoint, save_checkpoint
 from opd.errors import CheckpointError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,20 +27,29 @@ def save(folder: Path, step: int, *, keep_last: int = 2, elements: int = 64) -> 
     return save_checkpoint(folder, step, parts_of(step, elements), {"prompts": {"epoch": step}}, keep_last=keep_last)
 
 
+def newest(folder: Path) -> Checkpoint:
+    """Returns the newest checkpoint of a folder in which none is torn."""
+    checkpoint = newest_checkpoint(folder, pytest.fail)
+    assert checkpoint is not None
+    return checkpoint
+
+
 def test_a_checkpoint_gives_back_every_bit_and_holds_no_pickle(tmp_path):
     path = save(tmp_path, 7)
-    loaded = load_checkpoint(path, like=parts_of(0))
-    assert (loaded.step, loaded.state) == (7, {"prompts": {"epoch": 7}})
+    loaded = newest(tmp_path)
+    assert (loaded.path, loaded.step, loaded.state) == (path, 7, {"prompts": {"epoch": 7}})
+    found = loaded.tensors(like=parts_of(0))
     for part, tensors in parts_of(7).items():
-        assert loaded.tensors[part].keys() == tensors.keys()
-        assert all(torch.equal(loaded.tensors[part][name], tensor) for name, tensor in tensors.items())
+        assert found[part].keys() == tensors.keys()
+        assert all(torch.equal(found[part][name], tensor) for name, tensor in tensors.items())
     assert {file.suffix for file in path.iterdir()} == {".safetensors", ".json"}
 
 
 def test_tensors_that_are_views_or_transposed_are_saved_by_value(tmp_path):
     weight = torch.arange(12.0).view(3, 4)
     parts = {"model": {"a": weight.T, "b": weight[:, 1]}, "optimizer": {}}
-    loaded = load_checkpoint(save_checkpoint(tmp_path, 1, parts, {}, keep_last=1)).tensors["model"]
+    save_checkpoint(tmp_path, 1, parts, {}, keep_last=1)
+    loaded = newest(tmp_path).tensors()["model"]
     assert torch.equal(loaded["a"], weight.T)
     assert torch.equal(loaded["b"], weight[:, 1])
 
@@ -54,12 +63,12 @@ def test_the_last_n_are_kept(tmp_path):
 def test_steps_are_ordered_as_numbers(tmp_path):
     save(tmp_path, 999_999)
     save(tmp_path, 1_000_000)
-    assert latest_checkpoint(tmp_path).name == "step-1000000"
+    assert newest(tmp_path).path.name == "step-1000000"
 
 
-def test_a_folder_without_checkpoints_has_no_latest(tmp_path):
-    assert latest_checkpoint(tmp_path) is None
-    assert latest_checkpoint(tmp_path / "absent") is None
+def test_a_folder_without_checkpoints_has_no_newest(tmp_path):
+    assert newest_checkpoint(tmp_path, pytest.fail) is None
+    assert newest_checkpoint(tmp_path / "absent", pytest.fail) is None
 
 
 def cut(path: Path) -> None:
@@ -73,11 +82,19 @@ def blank_the_end(path: Path) -> None:
     file.write_bytes(content[:-8] + bytes(8))
 
 
+def flip_in_the_middle(path: Path) -> None:
+    file = path / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
         (cut, "optimizer.safetensors has"),
         (blank_the_end, "checksum"),
+        (flip_in_the_middle, "model.safetensors is not what was saved"),
         (lambda path: (path / "state.json").unlink(), "state.json is missing"),
         (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
         (lambda path: (path / "manifest.json").write_text('{"files": {"mod'), "manifest.json is missing or unreadable"),
@@ -88,26 +105,50 @@ def blank_the_end(path: Path) -> None:
         ),
     ],
 )
-def test_a_torn_checkpoint_is_never_chosen_and_says_why_when_named(tmp_path, damage, said):
-    whole, torn = save(tmp_path, 1), save(tmp_path, 2)
+def test_a_torn_checkpoint_is_passed_over_and_named_with_the_reason_and_the_step_used_instead(tmp_path, damage, said):
+    # Larger than the ends that a scan reads, so that there is a middle.
+    whole, torn = save(tmp_path, 1), save(tmp_path, 2, elements=200_000)
     damage(torn)
-    assert latest_checkpoint(tmp_path) == whole
-    with pytest.raises(CheckpointError, match="torn") as caught:
-        load_checkpoint(torn)
-    assert said in caught.value.why
+    warnings: list[str] = []
+    assert newest_checkpoint(tmp_path, warnings.append).path == whole
+    (warning,) = warnings
+    assert str(torn) in warning
+    assert said in warning
+    assert "step 1 is used" in warning
+
+
+def test_where_all_checkpoints_are_torn_none_is_chosen_and_nobody_begins_again_unasked(tmp_path):
+    first, second = save(tmp_path, 1), save(tmp_path, 2, elements=200_000)
+    cut(first)
+    flip_in_the_middle(second)
+    with pytest.raises(CheckpointError, match="none of them is whole") as caught:
+        newest_checkpoint(tmp_path, pytest.fail)
+    assert "step-000001: optimizer.safetensors has" in caught.value.why
+    assert "step-000002: model.safetensors is not" in caught.value.why
+    assert f"remove {tmp_path}" in caught.value.fix
+
+
+def test_a_checkpoint_from_before_the_checksum_of_all_bytes_still_loads(tmp_path):
+    path = save(tmp_path, 3)
+    manifest = json.loads((path / "manifest.json").read_text())
+    for file in manifest["files"].values():
+        del file["crc32"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert newest(tmp_path).step == 3
 
 
 def test_a_torn_checkpoint_of_a_later_step_does_not_push_out_whole_ones(tmp_path):
     save(tmp_path, 1)
-    cut(save(tmp_path, 9))
+    flip_in_the_middle(save(tmp_path, 9, elements=200_000))
     save(tmp_path, 2, keep_last=1)
-    assert latest_checkpoint(tmp_path).name == "step-000002"
+    assert newest(tmp_path).path.name == "step-000002"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):
     cut(save(tmp_path, 3))
     save(tmp_path, 3)
-    assert load_checkpoint(latest_checkpoint(tmp_path)).step == 3
+    assert newest(tmp_path).step == 3
     assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
 
 
@@ -120,11 +161,11 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused_by_its_first_difference(tmp_path, change, tensor, shapes):
-    path = save(tmp_path, 1)
+    save(tmp_path, 1)
     current = parts_of(1)
     change(current["model"])
     with pytest.raises(CheckpointError, match="another model") as caught:
-        load_checkpoint(path, like=current)
+        newest(tmp_path).tensors(like=current)
     assert tensor in caught.value.where
     assert all(shape in caught.value.why for shape in shapes)
 
@@ -134,7 +175,7 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path):
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
     with pytest.raises(CheckpointError, match="another version"):
-        load_checkpoint(path)
+        newest(tmp_path)
 
 
 SAVE_FOREVER = """
@@ -161,10 +202,10 @@ def test_a_process_killed_while_saving_leaves_a_whole_checkpoint(tmp_path):
     process.send_signal(signal.SIGKILL)
     saved = int((process.stdout.read().split() or [saved])[-1])
     process.wait()
-    latest = latest_checkpoint(tmp_path)
-    loaded = load_checkpoint(latest, like=parts_of(0, 200_000))
+    loaded = newest(tmp_path)
+    weights = loaded.tensors(like=parts_of(0, 200_000))["model"]
     assert loaded.step >= saved
-    assert torch.equal(loaded.tensors["model"]["layer.weight"], parts_of(loaded.step, 200_000)["model"]["layer.weight"])
+    assert torch.equal(weights["layer.weight"], parts_of(loaded.step, 200_000)["model"]["layer.weight"])
     save(tmp_path, loaded.step + 1)
     assert all(path.name.startswith("step-") for path in tmp_path.iterdir()), "leftovers of the kill are gone"
 
@@ -196,7 +237,7 @@ def test_a_disk_that_fills_up_while_saving_keeps_the_previous_checkpoint_and_no_
     with pytest.raises(CheckpointError, match="no room"):
         save(small_disk, 2, elements=400_000)
     assert [path.name for path in small_disk.iterdir()] == ["step-000001"]
-    assert load_checkpoint(latest_checkpoint(small_disk)).step == 1
+    assert newest(small_disk).step == 1
 
 
 LIMITED = """
@@ -222,4 +263,4 @@ def test_a_write_that_fails_keeps_the_previous_checkpoint_and_says_why(tmp_path)
     assert "could not be written" in result.stdout
     assert "File too large" in result.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
-    assert load_checkpoint(latest_checkpoint(tmp_path)).step == 1
+    assert newest(tmp_path).step == 1

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from opd.errors import RunDirectoryError
+from opd.errors import CheckpointError, RunDirectoryError
 from opd.export import export_run
 from opd.launch import Request, launch
 from opd.metrics import METRICS
@@ -154,6 +155,31 @@ def test_interrupting_saves_and_the_resumed_run_is_the_same(arguments, uninterru
     assert metrics_of(run) == metrics_of(uninterrupted)
 
 
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(arguments, uninterrupted, tmp_path, capsys):
+    run = tmp_path / "damaged"
+    shutil.copytree(uninterrupted, run)
+    (run / "checkpoints" / "step-000006" / "optimizer.safetensors").write_bytes(b"nothing")
+    launch(Request(resume=str(run)))
+    said = capsys.readouterr().out
+    assert "step-000006 is torn (optimizer.safetensors has 7 bytes" in said
+    assert "the one of step 5 is used instead" in said
+    assert metrics_of(run) == metrics_of(uninterrupted)
+
+
+def test_a_run_whose_checkpoints_are_all_torn_begins_again_only_when_told_to(arguments, uninterrupted, tmp_path):
+    run = tmp_path / "damaged"
+    shutil.copytree(uninterrupted, run)
+    for checkpoint in (run / "checkpoints").iterdir():
+        (checkpoint / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(CheckpointError, match="none of them is whole") as refused:
+        launch(Request(resume=str(run)))
+    assert f"remove {run / 'checkpoints'}" in refused.value.fix
+    assert metrics_of(run) == metrics_of(uninterrupted), "nothing is thrown away"
+    shutil.rmtree(run / "checkpoints")
+    launch(Request(resume=str(run)))
+    assert metrics_of(run) == metrics_of(uninterrupted)
+
+
 def test_a_run_folder_is_never_overwritten(arguments, uninterrupted):
     before = (uninterrupted / "metrics.jsonl").read_text()
     with pytest.raises(RunDirectoryError) as refused:
@@ -164,7 +190,7 @@ def test_a_run_folder_is_never_overwritten(arguments, uninterrupted):
 
 
 def test_the_exported_student_loads_in_transformers(uninterrupted, tmp_path):
-    export_run(uninterrupted, tmp_path / "exported")
+    export_run(uninterrupted, tmp_path / "exported", warn=pytest.fail)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
     assert model(torch.arange(5)[None]).logits.isfinite().all()
 

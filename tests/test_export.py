@@ -49,6 +49,11 @@ def trained(base: Path, run: RunDirectory, settings: LoraSettings | None = None)
     return model.eval()
 
 
+def export(run: RunDirectory, folder: Path, **options) -> Path:
+    """Returns the folder of an export that had nothing to warn of."""
+    return export_run(run.path, folder, warn=pytest.fail, **options)
+
+
 @torch.no_grad()
 def logits(model) -> torch.Tensor:
     return model(TOKENS).logits
@@ -57,7 +62,7 @@ def logits(model) -> torch.Tensor:
 def test_every_weight_the_tokenizer_and_the_template_are_exported(base, tmp_path):
     run = run_of(base, tmp_path)
     student = trained(base, run)
-    out = export_run(run.path, tmp_path / "out")
+    out = export(run, tmp_path / "out")
     exported, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
@@ -73,7 +78,7 @@ def test_a_tied_head_is_stored_once_and_stays_tied(base, tmp_path):
 
     run = run_of(base, tmp_path)
     tied = trained(base, run).config.tie_word_embeddings
-    out = export_run(run.path, tmp_path / "out")
+    out = export(run, tmp_path / "out")
     with safe_open(out / "model.safetensors", "pt") as file:
         assert ("lm_head.weight" in file.keys()) != tied  # noqa: SIM118 (not a dict)
     exported = AutoModelForCausalLM.from_pretrained(out)
@@ -83,7 +88,7 @@ def test_a_tied_head_is_stored_once_and_stays_tied(base, tmp_path):
 def test_adapters_are_merged_exactly_once(base, tmp_path):
     run = run_of(base, tmp_path, "student.lora.rank=4", "student.lora.alpha=8")
     student = trained(base, run, LoraSettings(rank=4, alpha=8.0))
-    exported = AutoModelForCausalLM.from_pretrained(export_run(run.path, tmp_path / "out"))
+    exported = AutoModelForCausalLM.from_pretrained(export(run, tmp_path / "out"))
     torch.testing.assert_close(logits(exported), logits(student), atol=1e-5, rtol=1e-4)
     layer = student.get_base_model().model.layers[1].self_attn.q_proj
     expected = layer.base_layer.weight + 8 / 4 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
@@ -95,7 +100,7 @@ def test_adapters_alone_load_onto_their_base_with_peft(base, tmp_path, monkeypat
 
     run = run_of(base, tmp_path, "student.lora.rank=4", "student.lora.alpha=8")
     student = trained(base, run, LoraSettings(rank=4, alpha=8.0))
-    out = export_run(run.path, tmp_path / "out", adapter=True)
+    out = export(run, tmp_path / "out", adapter=True)
     assert not (out / "model.safetensors").exists()
     monkeypatch.chdir(tmp_path)
     torch.testing.assert_close(logits(AutoPeftModelForCausalLM.from_pretrained(out)), logits(student))
@@ -107,12 +112,10 @@ def test_the_type_is_that_of_the_student_or_the_one_asked_for(base, tmp_path):
     AutoTokenizer.from_pretrained(base).save_pretrained(half)
     run = run_of(half, tmp_path)
     student = trained(half, run)
-    exported = AutoModelForCausalLM.from_pretrained(export_run(run.path, tmp_path / "as-released"), dtype="auto")
+    exported = AutoModelForCausalLM.from_pretrained(export(run, tmp_path / "as-released"), dtype="auto")
     assert exported.dtype == torch.bfloat16
     assert torch.equal(exported.model.norm.weight, student.model.norm.weight.bfloat16())
-    exported = AutoModelForCausalLM.from_pretrained(
-        export_run(run.path, tmp_path / "exact", dtype="float32"), dtype="auto"
-    )
+    exported = AutoModelForCausalLM.from_pretrained(export(run, tmp_path / "exact", dtype="float32"), dtype="auto")
     assert exported.dtype == torch.float32
     assert torch.equal(exported.model.norm.weight, student.model.norm.weight)
 
@@ -127,7 +130,7 @@ def test_vllm_loads_the_folder_and_continues_as_transformers_does(tied, tmp_path
     base = save_tiny_llama(tmp_path / "base", seed=3, vocab_size=SHARED_TOKENS, tied=tied, head_dim=32)
     run = run_of(base, tmp_path)
     student = trained(base, run)
-    out = export_run(run.path, tmp_path / "out", dtype="float32")
+    out = export(run, tmp_path / "out", dtype="float32")
     vllm.prepare_environment()
     options = {"dtype": "float32", "enforce_eager": True, "max_model_len": 64, "kv_cache_memory_bytes": 2**26}
     llm = vllm.start_engine(str(out), options)
@@ -155,7 +158,7 @@ def test_a_student_released_with_a_temperature_but_without_do_sample_can_be_expo
     (copy / "generation_config.json").write_text(json.dumps(settings))
     run = run_of(copy, tmp_path)
     trained(copy, run)
-    written = json.loads((export_run(run.path, tmp_path / "out") / "generation_config.json").read_text())
+    written = json.loads((export(run, tmp_path / "out") / "generation_config.json").read_text())
     assert (written["temperature"], written["do_sample"]) == (0.6, True)
 
 
@@ -164,20 +167,34 @@ def test_an_export_never_overwrites(base, tmp_path):
     trained(base, run)
     out = tmp_path / "out"
     out.mkdir()
-    export_run(run.path, out)
+    export(run, out)
     with pytest.raises(RunDirectoryError, match="not an empty folder"):
-        export_run(run.path, out)
+        export(run, out)
     assert not list(tmp_path.glob(".*partial*"))
+
+
+def test_a_torn_checkpoint_is_named_and_the_one_before_it_exported(base, tmp_path):
+    run = run_of(base, tmp_path)
+    student = trained(base, run)
+    torn = save_checkpoint(run.checkpoints, 6, {"model": {"a": torch.zeros(2)}, "optimizer": {}}, {}, keep_last=2)
+    (torn / "model.safetensors").unlink()
+    warnings: list[str] = []
+    export_run(run.path, tmp_path / "out", warn=warnings.append)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(student))
+    assert [f"{torn} is torn" in text and "step 5 is used" in text for text in warnings] == [True]
+    (run.checkpoints / "step-000005" / "state.json").unlink()
+    with pytest.raises(CheckpointError, match="none of them is whole"):
+        export(run, tmp_path / "again")
 
 
 def test_a_run_that_cannot_be_exported_says_why(base, tmp_path):
     run = run_of(base, tmp_path)
     with pytest.raises(ConfigError, match="no adapter"):
-        export_run(run.path, tmp_path / "out", adapter=True)
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
-        export_run(run.path, tmp_path / "out")
+        export(run, tmp_path / "out", adapter=True)
+    with pytest.raises(CheckpointError, match="has no checkpoint"):
+        export(run, tmp_path / "out")
     parts = {"model": {"model.embed_tokens.weight": torch.zeros(3, 2)}, "optimizer": {}}
     save_checkpoint(run.checkpoints, 1, parts, {}, keep_last=1)
     with pytest.raises(CheckpointError, match="another model"):
-        export_run(run.path, tmp_path / "out")
+        export(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()

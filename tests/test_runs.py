@@ -229,6 +229,8 @@ def test_resume_auto_takes_the_newest_run_with_a_checkpoint(load, tmp_path):
     save_checkpoint(saved.checkpoints, 1, {"model": {"w": torch.zeros(1)}}, {}, keep_last=1)
     assert resolve_resume("auto", tmp_path / "runs").path == saved.path
     assert {run.path for run in runs_in(tmp_path / "runs")} == {saved.path, _idle.path}
+    (saved.checkpoints / "step-000001" / "manifest.json").unlink()
+    assert resolve_resume("auto", tmp_path / "runs").path == saved.path, "damage is no reason to take another run"
 
 
 def test_every_metric_has_a_unit_a_direction_and_a_sentence():

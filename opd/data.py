@@ -6,6 +6,7 @@ prompts each has given so far, the held-out rows of the seed alone.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from array import array
@@ -129,8 +130,7 @@ class PromptStream:
     def __init__(self, data: LoadedData, renderer: Renderer, settings: DataSettings, seed: int) -> None:
         if not data.sources:
             raise DataError("There are no training prompts.", where="data.train", fix="name a source with --data")
-        for source in data.sources:
-            _check_rows(source, renderer)
+        self._digests = [_check_rows(source, renderer) for source in data.sources]
         self.seed = seed
         self.shuffle = settings.shuffle
         self.sources = data.sources
@@ -159,16 +159,20 @@ class PromptStream:
             "taken": list(self._taken),
             "position": list(self._position),
             "rows": [len(source.rows) for source in self.sources],
+            "digests": list(self._digests),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes to the place of `state`; raises DataError where the data is not what it was."""
         rows = [len(source.rows) for source in self.sources]
-        if state["rows"] != rows:
+        # Checkpoints from before opd kept digests have none.
+        digests = state.get("digests", self._digests)
+        if (state["rows"], digests) != (rows, self._digests):
+            why = f"it had {state['rows']} training rows (one number a source), now it has {rows}"
             raise DataError(
                 "The data has changed since the checkpoint.",
                 where=", ".join(source.settings.path for source in self.sources),
-                why=f"it had {state['rows']} training rows (one number a source), now it has {rows}",
+                why=why if state["rows"] != rows else "it has as many training rows as then, but with other texts",
                 fix="put the data back as it was, or begin a new run",
             )
         self._index, self.dropped = state["index"], state["dropped"]
@@ -262,14 +266,19 @@ def _load(source: DataSource) -> LoadedSource:
     return LoadedSource(source, table.rows, range(len(table.rows)), digests, table)
 
 
-def _check_rows(source: LoadedSource, renderer: Renderer) -> None:
+def _check_rows(source: LoadedSource, renderer: Renderer) -> str:
+    """Returns a digest of all that the prompts are made of, the same in every process; raises DataError for a row that does not fit."""
     column = source.settings.prompt
-    for index, row in enumerate(columns_of(source.rows, [column, *renderer.columns])):
+    columns = sorted({column, *renderer.columns})
+    digest = hashlib.blake2b(digest_size=16)
+    for index, row in enumerate(columns_of(source.rows, columns)):
         try:
             renderer.check(row, column)
         except DataError as error:
             error.where = source.place(index)
             raise
+        digest.update(json.dumps([row.get(name) for name in columns], sort_keys=True, default=str).encode())
+    return digest.hexdigest()
 
 
 def _checked_prompt(row: dict[str, Any], column: str) -> str | list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Prompts: what is refused and how, and the stream's orders, mixtures and exact resumption."""
 
 import gzip
+import hashlib
 import io
 import json
 import sys
@@ -292,6 +293,31 @@ def test_data_that_changed_since_the_checkpoint_is_refused(tmp_path, renderer):
     changed = stream_of(settings_of(numbered(tmp_path, "a.jsonl", 6)), renderer)
     with pytest.raises(DataError, match="changed since the checkpoint"):
         changed.load_state_dict(state)
+
+
+def test_texts_that_changed_since_the_checkpoint_are_refused_also_where_the_rows_are_as_many(tmp_path):
+    tokenizer = bpe()
+    hinted = Renderer(tokenizer, ChatSettings(chat="never"), tokenizer, ChatSettings(template="{prompt} {hint}"))
+    rows = [{"prompt": f"number {i}", "hint": "a", "unused": "b"} for i in range(5)]
+
+    def stream_after(**change):
+        settings = settings_of(write(tmp_path, "a.jsonl", [*rows[:4], {**rows[4], **change}]))
+        return stream_of(settings, hinted)
+
+    state = stream_after().state_dict()
+    for change in ({"prompt": "number 5"}, {"hint": "b"}):
+        with pytest.raises(DataError, match="changed since the checkpoint") as caught:
+            stream_after(**change).load_state_dict(state)
+        assert "other texts" in caught.value.why
+    stream_after(unused="c").load_state_dict(state)
+    before_digests = {name: value for name, value in state.items() if name != "digests"}
+    stream_after(prompt="number 5").load_state_dict(before_digests)
+
+
+def test_a_digest_of_the_texts_is_the_same_in_every_process(tmp_path, renderer):
+    state = stream_of(settings_of(numbered(tmp_path, "a.jsonl", 2)), renderer).state_dict()
+    texts = b'["number 0"]["number 1"]'
+    assert state["digests"] == [hashlib.blake2b(texts, digest_size=16).hexdigest()]
 
 
 def test_sources_are_mixed_by_weight_at_every_moment(tmp_path, renderer):

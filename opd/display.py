@@ -110,6 +110,10 @@ class Display:
         else:
             self._line(f"{text} …")
 
+    def note(self, text: str) -> None:
+        """Says what stays to be read, such as where a resumed run goes on."""
+        self._line(text)
+
     def warn(self, text: str) -> None:
         """Says what the user should know without stopping."""
         self._console.print(Text(f"warning: {text}", style="yellow"), soft_wrap=True)

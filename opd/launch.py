@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import traceback
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.errors import EXIT_FAILED, ConfigError, Interrupted, OpdError, TeacherUnavailable
+from opd.quiet import quieten
 from opd.recipes import LoadedConfig, load_config
 from opd.runs import RunDirectory, json_values
 from opd.trackers import open_trackers, require_installed
@@ -46,9 +46,11 @@ def launch(request: Request) -> dict[str, Any]:
         display.phase(f"run {run.path}")
         for warning in loaded.warnings:
             display.warn(warning)
+        if request.resume:
+            display.note(_going_on(checkpoint, run, loaded.config.train.steps))
         from opd.distill import distill
 
-        _quieten()
+        quieten()
         trackers = open_trackers(loaded.config.run.trackers, run.path, loaded.config, display.warn)
         try:
             summary = distill(loaded.config, run, display, trackers, checkpoint)
@@ -131,17 +133,11 @@ def _resumed(request: Request) -> tuple[RunDirectory, LoadedConfig, Checkpoint |
     return run, loaded, checkpoint
 
 
+def _going_on(checkpoint: Checkpoint | None, run: RunDirectory, steps: int) -> str:
+    if checkpoint is None:
+        return "beginning again from the first step: no checkpoint was saved"
+    return f"going on after step {checkpoint.step} of {steps} ({checkpoint.path.relative_to(run.path)})"
+
+
 def _resume_command(run: RunDirectory) -> str:
     return f"opd distill --resume {shlex.quote(str(run.path))}"
-
-
-def _quieten() -> None:
-    """Keeps the libraries' own bars and notices out of the live view, unless OPD_DEBUG asks for everything."""
-    if os.environ.get("OPD_DEBUG", "") not in ("", "0"):
-        return
-    import datasets
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    datasets.disable_progress_bars()

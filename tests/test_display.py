@@ -67,6 +67,16 @@ def test_a_pipe_gets_one_plain_line_a_step_with_the_names_of_the_metrics_file():
     assert "warning: a tracker failed" in text
 
 
+@pytest.mark.parametrize("live", [True, False])
+def test_a_note_stays_when_the_phase_has_moved_on(live):
+    stream = io.StringIO()
+    display = Display(Console(file=stream, force_terminal=live), total_steps=10, diagnostics_k=16, live=live)
+    display.note("going on after step 3 of 10 (checkpoints/step-000003)")
+    display.phase("loading the teacher")
+    display.close()
+    assert "going on after step 3 of 10 (checkpoints/step-000003)\n" in stream.getvalue().replace("\r", "")
+
+
 def test_a_terminal_gets_a_table_row_a_step():
     text = shown(terminal=True)
     for part in (

@@ -1,12 +1,15 @@
 """Whole runs through the command line, with tiny models and the transformers sampler."""
 
+import fcntl
 import json
 import os
 import random
+import select
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -155,6 +158,31 @@ def test_interrupting_saves_and_the_resumed_run_is_the_same(arguments, uninterru
     assert metrics_of(run) == metrics_of(uninterrupted)
 
 
+def test_a_run_whose_terminal_is_closed_finishes_its_step_and_saves(arguments, tmp_path):
+    """Whatever it prints after that fails, as on any terminal that is gone."""
+    command = [sys.executable, "-m", "opd", "distill", *arguments, "train.steps=500", "checkpoint.every=0"]
+    ours, terminal = os.openpty()
+    process = subprocess.Popen(
+        [*command, "eval.prompts=0", f"run.dir={tmp_path}", "run.name=closed"],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+        # The terminal of the new session, whose leader is told when it closes.
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(terminal)
+    metrics = tmp_path / "closed" / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 2):
+        if select.select([ours], [], [], 0.05)[0]:
+            os.read(ours, 1 << 16)
+    os.close(ours)
+    assert process.wait(timeout=60) == 130
+    steps = [record["step"] for record in metrics_of(tmp_path / "closed")]
+    assert 2 <= steps[-1] < 500
+    assert [path.name for path in (tmp_path / "closed" / "checkpoints").iterdir()] == [f"step-{steps[-1]:06d}"]
+
+
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(arguments, uninterrupted, tmp_path, capsys):
     run = tmp_path / "damaged"
     shutil.copytree(uninterrupted, run)
@@ -163,10 +191,13 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(arguments, uni
     said = capsys.readouterr().out
     assert "step-000006 is torn (optimizer.safetensors has 7 bytes" in said
     assert "the one of step 5 is used instead" in said
+    assert "going on after step 5 of 6 (checkpoints/step-000005)" in said
     assert metrics_of(run) == metrics_of(uninterrupted)
 
 
-def test_a_run_whose_checkpoints_are_all_torn_begins_again_only_when_told_to(arguments, uninterrupted, tmp_path):
+def test_a_run_whose_checkpoints_are_all_torn_begins_again_only_when_told_to(
+    arguments, uninterrupted, tmp_path, capsys
+):
     run = tmp_path / "damaged"
     shutil.copytree(uninterrupted, run)
     for checkpoint in (run / "checkpoints").iterdir():
@@ -177,6 +208,7 @@ def test_a_run_whose_checkpoints_are_all_torn_begins_again_only_when_told_to(arg
     assert metrics_of(run) == metrics_of(uninterrupted), "nothing is thrown away"
     shutil.rmtree(run / "checkpoints")
     launch(Request(resume=str(run)))
+    assert "beginning again from the first step" in capsys.readouterr().out
     assert metrics_of(run) == metrics_of(uninterrupted)
 
 

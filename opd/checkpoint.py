@@ -124,6 +124,14 @@ def newest_checkpoint(folder: Path, warn: Callable[[str], None]) -> Checkpoint |
     )
 
 
+def follow_umask(folder: Path) -> None:
+    """Gives the files of a folder that was just made the mode that the umask gives to others; safetensors' are 0600."""
+    # The folder's mode tells the umask; to ask for it is to change it for all threads.
+    mode = folder.stat().st_mode & 0o666
+    for file in folder.iterdir():
+        file.chmod(mode)
+
+
 def what_is_torn(path: Path, *, every_byte: bool = False) -> str | None:
     """Returns what is wrong with a checkpoint's files, in words, or None when it is whole.
 
@@ -174,6 +182,7 @@ def _write(folder: Path, step: int, parts: Parts, state: Mapping[str, Any]) -> N
     for part, tensors in parts.items():
         save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, folder / f"{part}.safetensors")
     (folder / STATE).write_text(json.dumps({"step": step, **state}))
+    follow_umask(folder)
     files = {
         file.name: {"bytes": file.stat().st_size, "edges_crc32": _edges_crc32(file), "crc32": _crc32(file)}
         for file in sorted(folder.iterdir())

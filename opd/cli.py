@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
@@ -179,7 +180,8 @@ def export(
         from opd.export import export_run
 
         written = export_run(run, folder, warn=_warn, adapter=adapter, dtype=dtype)
-        answer({"folder": str(written)}, f"wrote {written}")
+        document = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(written).items()}
+        answer(document, f"wrote {written.folder}: step {written.step}, {written.dtype}")
 
 
 @app.command()

@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,32 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from opd.checkpoint import Checkpoint, newest_checkpoint
+from opd.checkpoint import Checkpoint, follow_umask, newest_checkpoint
 from opd.config import StudentSettings
 from opd.errors import CheckpointError, ConfigError, RunDirectoryError
 from opd.models import load_model, load_model_config, load_tokenizer
+from opd.quiet import quieten
 from opd.recipes import load_config
 from opd.runs import RunDirectory
 
 CPU = torch.device("cpu")
 
 
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What an export wrote."""
+
+    folder: Path
+    step: int
+    dtype: str
+    """Type of the weights: float32 or bfloat16."""
+    checkpoint: Path
+
+
 def export_run(
     run: Path, folder: Path, *, warn: Callable[[str], None], adapter: bool = False, dtype: str | None = None
-) -> Path:
-    """Writes the newest whole checkpoint of a run to `folder` and returns it; `warn` is told of torn ones that are newer.
+) -> Exported:
+    """Writes the newest whole checkpoint of a run to `folder`; `warn` is told of torn ones that are newer.
 
     Adapters are merged into their base model, or with `adapter` written alone in peft's format. `dtype` (float32 or
     bfloat16) is that of the student's own configuration unless it is given; adapters alone are float32. The folder is
@@ -45,7 +58,8 @@ def export_run(
         )
     if dtype not in (None, "float32", "bfloat16"):
         raise ConfigError(f"dtype {dtype} cannot be exported.", where="--dtype", fix="use float32 or bfloat16")
-    _require_empty(folder)
+    _require_free(folder)
+    quieten()
     checkpoint = newest_checkpoint(opened.checkpoints, warn)
     if checkpoint is None:
         raise CheckpointError(
@@ -55,18 +69,19 @@ def export_run(
             fix=f"opd distill --resume {shlex.quote(str(run))} begins it again from its first step",
         )
     tokenizer = load_tokenizer(student.model, student.revision, "student")
-    model = _trained(student, checkpoint, config.run.seed, adapter=adapter, dtype=dtype)
+    released = torch.float32 if adapter else _released_dtype(student)
+    wanted = released if dtype is None else getattr(torch, dtype)
+    model = _trained(student, checkpoint, config.run.seed, adapter=adapter).to(wanted)
     _write(folder, model, tokenizer)
-    return folder
+    return Exported(folder, checkpoint.step, str(wanted).removeprefix("torch."), checkpoint.path)
 
 
-def _trained(student: StudentSettings, checkpoint: Checkpoint, seed: int, *, adapter: bool, dtype: str | None) -> Any:
-    """Returns the student with a checkpoint's weights: a plain model, or with `adapter` peft's wrapped one."""
+def _trained(student: StudentSettings, checkpoint: Checkpoint, seed: int, *, adapter: bool) -> Any:
+    """Returns the student with a checkpoint's weights, in float32: a plain model, or with `adapter` peft's wrapped one."""
     model = load_model(student.model, student.revision, torch.float32, CPU, "student")
-    wanted = _released_dtype(student) if dtype is None else getattr(torch, dtype)
     if student.lora is None:
         _fill(dict(model.named_parameters()), checkpoint)
-        return model.to(wanted)
+        return model
     from opd import lora
 
     wrapped = lora.wrap(model, student.lora, seed)
@@ -78,9 +93,9 @@ def _trained(student: StudentSettings, checkpoint: Checkpoint, seed: int, *, ada
         settings.base_model_name_or_path = str(local.absolute()) if local.is_dir() else student.model
         settings.revision = student.revision
         settings.inference_mode = True
-        return wrapped if dtype is None else wrapped.to(wanted)
+        return wrapped
     # The base was just read from disk and is thrown away afterwards, so that merging happens once.
-    return wrapped.merge_and_unload(safe_merge=True).to(wanted)
+    return wrapped.merge_and_unload(safe_merge=True)
 
 
 def _released_dtype(student: StudentSettings) -> torch.dtype:
@@ -96,13 +111,27 @@ def _fill(parameters: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
         parameter.copy_(saved[name])
 
 
-def _require_empty(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RunDirectoryError(
-            f"{folder} exists and is not an empty folder.",
-            why="an export is never written over other files",
-            fix="name another folder, or remove it",
-        )
+def _require_free(folder: Path) -> None:
+    """Raises RunDirectoryError where something is in the way: at the folder itself or above it."""
+    if folder.is_dir():
+        if any(folder.iterdir()):
+            raise RunDirectoryError(
+                f"{folder} exists and is not an empty folder.",
+                why="an export is never written over other files",
+                fix="name another folder, or remove it",
+            )
+        return
+    for path in (folder, *folder.parents):
+        if path.is_dir():
+            return
+        if path.is_symlink() or path.exists():
+            what = "a file" if path.exists() else f"a link to {path.readlink()}, which is not there"
+            raise RunDirectoryError(
+                f"{folder} cannot be made a folder.",
+                where=str(path),
+                why=f"{path} is {what}",
+                fix="name another folder, or remove what is in the way",
+            )
 
 
 def _write(folder: Path, model: Any, tokenizer: Any) -> None:
@@ -113,12 +142,15 @@ def _write(folder: Path, model: Any, tokenizer: Any) -> None:
     except ValueError:
         # Some models are released with a temperature and without do_sample, which transformers does not save again.
         generation.do_sample = True
-    aside = folder.absolute().with_name(f".{folder.absolute().name}.partial-{os.getpid()}")
+    # A link to an empty folder stays a link: only its target can be replaced by a folder.
+    target = folder.resolve()
+    aside = target.with_name(f".{target.name}.partial-{os.getpid()}")
     try:
         aside.parent.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
-        aside.replace(folder)
+        follow_umask(aside)
+        aside.replace(target)
     except (OSError, SafetensorError) as error:
         raise RunDirectoryError(
             "The export could not be written.",

@@ -1,6 +1,9 @@
 """What `opd export` writes is the student as it was trained, and loads as any other Hugging Face model."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,7 +54,7 @@ def trained(base: Path, run: RunDirectory, settings: LoraSettings | None = None)
 
 def export(run: RunDirectory, folder: Path, **options) -> Path:
     """Returns the folder of an export that had nothing to warn of."""
-    return export_run(run.path, folder, warn=pytest.fail, **options)
+    return export_run(run.path, folder, warn=pytest.fail, **options).folder
 
 
 @torch.no_grad()
@@ -171,6 +174,62 @@ def test_an_export_never_overwrites(base, tmp_path):
     with pytest.raises(RunDirectoryError, match="not an empty folder"):
         export(run, out)
     assert not list(tmp_path.glob(".*partial*"))
+
+
+def test_the_command_says_what_it_wrote_and_nothing_else(base, tmp_path):
+    run = run_of(base, tmp_path)
+    trained(base, run)
+
+    def opd(*arguments):
+        command = [sys.executable, "-m", "opd", "export", run.path, *arguments]
+        return subprocess.run([*map(str, command)], capture_output=True, text=True, check=True)
+
+    plain = opd(tmp_path / "plain", "--dtype", "bfloat16")
+    assert (plain.stdout, plain.stderr) == (f"wrote {tmp_path / 'plain'}: step 5, bfloat16\n", "")
+    written = opd(tmp_path / "json", "--json")
+    assert json.loads(written.stdout) == {
+        "folder": str(tmp_path / "json"),
+        "step": 5,
+        "dtype": "float32",
+        "checkpoint": str(run.checkpoints / "step-000005"),
+    }
+    assert written.stderr == ""
+
+
+def test_the_files_have_the_mode_that_the_umask_gives(base, tmp_path):
+    before = os.umask(0o027)
+    try:
+        run = run_of(base, tmp_path)
+        trained(base, run)
+        out = export(run, tmp_path / "out")
+    finally:
+        os.umask(before)
+    for folder in (out, run.checkpoints / "step-000005"):
+        modes = {file.name: oct(file.stat().st_mode & 0o777) for file in folder.iterdir()}
+        assert "model.safetensors" in modes
+        assert set(modes.values()) == {"0o640"}, modes
+
+
+def test_what_is_in_the_way_of_an_export_is_named(base, tmp_path):
+    run = run_of(base, tmp_path)
+    trained(base, run)
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for folder, named in (
+        ("file", "file is a file"),
+        ("file/below/out", "file is a file"),
+        ("dangling", f"dangling is a link to {tmp_path / 'nowhere'}, which is not there"),
+        ("dangling/out", "dangling is a link to"),
+    ):
+        with pytest.raises(RunDirectoryError) as caught:
+            export(run, tmp_path / folder)
+        assert named in caught.value.why
+        assert "in the way" in caught.value.fix
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    export(run, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "empty" / "model.safetensors").exists()
 
 
 def test_a_torn_checkpoint_is_named_and_the_one_before_it_exported(base, tmp_path):

@@ -60,7 +60,9 @@ def distill(
     config: Config, run: RunDirectory, display: Display, trackers: Trackers, resume: Checkpoint | None
 ) -> Summary:
     """Trains the student and returns how it went; `resume` is the checkpoint to go on from."""
-    stages = build_pipeline(config, display.phase, display.warn)
+    # Checkpoints from before opd kept what its models were have none.
+    begun_with = resume.state.get("models", {}) if resume else {}
+    stages = build_pipeline(config, display.phase, display.warn, begun_with)
     student, sampler = stages.student, stages.sampler
     if resume is not None:
         restore(resume, stages)
@@ -257,7 +259,7 @@ def save(config: Config, stages: Pipeline, run: RunDirectory) -> int:
         run.checkpoints,
         student.version,
         student.state(),
-        {"prompts": stages.prompts.state_dict(), "student": config.student.model},
+        {"prompts": stages.prompts.state_dict(), "models": stages.identities},
         keep_last=config.checkpoint.keep_last,
     )
     return student.version

@@ -17,6 +17,7 @@ from torch import Tensor
 from opd.checkpoint import Checkpoint, follow_umask, newest_checkpoint
 from opd.config import StudentSettings
 from opd.errors import CheckpointError, ConfigError, RunDirectoryError
+from opd.identity import identity_of, require_same_models
 from opd.models import load_model, load_model_config, load_tokenizer
 from opd.quiet import quieten
 from opd.recipes import load_config
@@ -68,6 +69,10 @@ def export_run(
             why="it stopped before its first one was saved (checkpoint.every)",
             fix=f"opd distill --resume {shlex.quote(str(run))} begins it again from its first step",
         )
+    if student.lora is not None and (begun := checkpoint.state.get("models")):
+        # Adapters are worth nothing on another base; other exports take every weight from the checkpoint.
+        now = {"student": identity_of(student.model, student.revision)}
+        require_same_models({"student": begun["student"]}, now, {"student": student.model})
     tokenizer = load_tokenizer(student.model, student.revision, "student")
     released = torch.float32 if adapter else _released_dtype(student)
     wanted = released if dtype is None else getattr(torch, dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from opd.chat import Renderer
@@ -10,6 +10,7 @@ from opd.config import Config
 from opd.data import PromptStream, heldout_prompts, load_sources
 from opd.errors import PreflightError
 from opd.evals import Evaluator
+from opd.identity import Identity, identity_of, require_same_models
 from opd.memory import keep_freed_memory
 from opd.models import load_model_config, load_tokenizer, resolve_device
 from opd.samplers import Sampler, build_sampler
@@ -27,17 +28,24 @@ class Pipeline:
     teacher: Scorer
     student: Student
     evaluator: Evaluator | None
+    identities: dict[str, Identity]
+    """Of "student" and "teacher", as they were loaded."""
 
 
-def build_pipeline(config: Config, phase: Callable[[str], None], warn: Callable[[str], None]) -> Pipeline:
+def build_pipeline(
+    config: Config, phase: Callable[[str], None], warn: Callable[[str], None], begun_with: Mapping[str, Identity]
+) -> Pipeline:
     """Returns the stages of a run; every misfit that can be known without weights is raised before any are loaded.
 
-    `phase` is told what is going on, `warn` what a user should know. Raises DataError and PreflightError.
+    `phase` is told what is going on, `warn` what a user should know. `begun_with`: the models of a run that is resumed, as
+    far as they are known. Raises DataError and PreflightError.
     """
     phase("reading the data")
     rows = load_sources(config.data)
     phase("comparing the tokenizers")
     card = find_teacher(config.teacher, warn)
+    identities = {"student": identity_of(config.student.model, config.student.revision), "teacher": card.identity}
+    require_same_models(begun_with, identities, {"student": config.student.model, "teacher": card.name})
     vocab_size = check_pair(config, card, warn)
     student_tokenizer = load_tokenizer(config.student.model, config.student.revision, "student")
     renderer = Renderer(student_tokenizer, config.student.prompt, card.tokenizer, config.teacher.prompt)
@@ -56,7 +64,7 @@ def build_pipeline(config: Config, phase: Callable[[str], None], warn: Callable[
     phase("starting the sampler")
     sampler = build_sampler(config, student, warn)
     evaluator = Evaluator(config, heldout, teacher, teacher_writer(config, teacher)) if heldout else None
-    return Pipeline(prompts, sampler, teacher, student, evaluator)
+    return Pipeline(prompts, sampler, teacher, student, evaluator, identities)
 
 
 def check_pair(config: Config, card: TeacherCard, warn: Callable[[str], None]) -> int:

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from opd.errors import CheckpointError, RunDirectoryError
+from opd.errors import CheckpointError, PreflightError, RunDirectoryError
 from opd.export import export_run
 from opd.launch import Request, launch
 from opd.metrics import METRICS
@@ -210,6 +211,25 @@ def test_a_run_whose_checkpoints_are_all_torn_begins_again_only_when_told_to(
     launch(Request(resume=str(run)))
     assert "beginning again from the first step" in capsys.readouterr().out
     assert metrics_of(run) == metrics_of(uninterrupted)
+
+
+@pytest.mark.parametrize("role", ["student", "teacher"])
+def test_a_model_that_was_swapped_under_its_name_is_refused_before_the_run_goes_on(
+    arguments, two_models, tmp_path, role
+):
+    copy = tmp_path / role
+    shutil.copytree(two_models[role == "teacher"], copy)
+    own = list(arguments)
+    own[own.index(f"--{role}") + 1] = str(copy)
+    here(own, "train.steps=1", "eval.prompts=0", f"run.dir={tmp_path}", "run.name=one")
+    weights = load_file(copy / "model.safetensors")
+    weights["model.norm.weight"] += 1
+    save_file(weights, copy / "model.safetensors", {"format": "pt"})
+    with pytest.raises(PreflightError, match=f"The {role} is not the one") as refused:
+        launch(Request(resume=str(tmp_path / "one"), overrides=["train.steps=2"]))
+    assert refused.value.where == str(copy)
+    assert "model.safetensors" in refused.value.why
+    assert [record["step"] for record in metrics_of(tmp_path / "one")] == [1]
 
 
 def test_a_run_folder_is_never_overwritten(arguments, uninterrupted):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from opd import lora
 from opd.checkpoint import save_checkpoint
 from opd.config import LoraSettings
-from opd.errors import CheckpointError, ConfigError, RunDirectoryError
+from opd.errors import CheckpointError, ConfigError, PreflightError, RunDirectoryError
 from opd.export import export_run
+from opd.identity import identity_of
 from opd.recipes import load_config
 from opd.runs import RunDirectory
 
@@ -230,6 +232,19 @@ def test_what_is_in_the_way_of_an_export_is_named(base, tmp_path):
     export(run, tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "empty" / "model.safetensors").exists()
+
+
+def test_adapters_are_not_exported_onto_another_base_than_theirs(base, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(base, copy)
+    run = run_of(copy, tmp_path, "student.lora.rank=4")
+    models = {"student": identity_of(str(copy), None)}
+    save_checkpoint(
+        run.checkpoints, 1, {"model": {"a": torch.zeros(2)}, "optimizer": {}}, {"models": models}, keep_last=1
+    )
+    (copy / "model.safetensors").write_bytes((copy / "model.safetensors").read_bytes()[:-4] + b"else")
+    with pytest.raises(PreflightError, match="The student is not the one"):
+        export(run, tmp_path / "out")
 
 
 def test_a_torn_checkpoint_is_named_and_the_one_before_it_exported(base, tmp_path):

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from opd.config import Config, LossSettings, TeacherSettings
 from opd.errors import PreflightError
+from opd.identity import Identity
 from opd.types import Query, Rollout, ScoredRollout, ScoreRequest
 
 
@@ -37,6 +38,8 @@ class TeacherCard:
     """Ids that its logits have."""
     context_length: int | None
     """Tokens of prompt and completion that it can read."""
+    identity: Identity
+    """What tells whether it is the same model as before."""
     load: Callable[[int], Scorer]
     """Makes the scorer, given the size of the vocabulary that teacher and student share."""
 

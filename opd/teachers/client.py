@@ -61,7 +61,10 @@ class RemoteTeacher:
                     (Path(scratch) / file).write_text(files[file], encoding="utf-8")
             tokenizer = load_tokenizer(scratch, None, "teacher")
         tokenizer.name_or_path = name
-        return TeacherCard(name, tokenizer, self.info["vocab_size"], self.info["context_length"], self._sharing)
+        identity = {"weights_fingerprint": str(self.info["weights_fingerprint"])}
+        return TeacherCard(
+            name, tokenizer, self.info["vocab_size"], self.info["context_length"], identity, self._sharing
+        )
 
     def _sharing(self, vocab_size: int) -> RemoteTeacher:
         self.vocab_size = vocab_size

@@ -7,6 +7,7 @@ from time import perf_counter
 
 from opd import batching
 from opd.config import TeacherSettings
+from opd.identity import identity_of
 from opd.models import load_model_config, load_tokenizer
 from opd.teachers import TeacherCapabilities, TeacherCard, query_of
 from opd.teachers.scoring import ScoringModel
@@ -21,6 +22,7 @@ def local_card(settings: TeacherSettings) -> TeacherCard:
         tokenizer=load_tokenizer(settings.model, settings.revision, "teacher"),
         vocab_size=config.vocab_size,
         context_length=getattr(config, "max_position_embeddings", None),
+        identity=identity_of(settings.model, settings.revision),
         load=lambda vocab_size: LocalTeacher(settings, vocab_size),
     )
 

@@ -13,6 +13,7 @@ from opd.attention import SEGMENTED
 from opd.errors import PreflightError
 from opd.heads import head_of
 from opd.types import Microbatch
+from opd.weights import check_files, check_loaded
 
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin")
 
@@ -57,7 +58,10 @@ def load_model_config(model: str, revision: str | None, role: str) -> Any:
 
 
 def load_model(model: str, revision: str | None, dtype: torch.dtype, device: torch.device, role: str) -> Any:
-    """Returns the causal language model on `device` in evaluation mode; raises PreflightError when it cannot be loaded."""
+    """Returns the causal language model on `device` in evaluation mode.
+
+    Raises PreflightError when it cannot be loaded, and when the weights are not all and only those of its configuration.
+    """
     folder = Path(model)
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in WEIGHT_PATTERNS):
         raise PreflightError(
@@ -66,11 +70,16 @@ def load_model(model: str, revision: str | None, dtype: torch.dtype, device: tor
             why=f"none of {', '.join(WEIGHT_PATTERNS)} is in it; it has {_listing(folder)}",
             fix="name the folder that save_pretrained wrote, or a hub name such as Qwen/Qwen3-0.6B",
         )
-    loaded: Any
+    check_files(model, load_model_config(model, revision, role), role)
+    load: Any = AutoModelForCausalLM.from_pretrained
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype=dtype)
+        # Tensors of another shape are refused below, by their names; transformers' own error has none.
+        loaded, info = load(
+            model, revision=revision, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        )
     except Exception as error:
         raise _load_error("model", model, role, error) from error
+    check_loaded(loaded, info, model, role)
     if getattr(loaded.config.get_text_config(), "attn_logit_softcapping", None):
         # Only the plain implementation caps the scores; SDPA leaves the cap out without a word.
         loaded.set_attn_implementation("eager")
@@ -83,13 +92,26 @@ def _listing(folder: Path) -> str:
 
 
 def _load_error(part: str, model: str, role: str, error: Exception) -> PreflightError:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return PreflightError(
         f"The {role}'s {part} could not be loaded.",
         where=f"{role}.model={model}",
-        why=reason,
-        fix="check the folder or hub name (and HF_TOKEN for gated models); offline, name a local folder",
+        why=_reason(error),
+        fix="the folder is damaged or not whole: copy or fetch the model again"
+        if Path(model).is_dir()
+        else "check the folder or hub name (and HF_TOKEN for gated models); offline, name a local folder",
     )
+
+
+def _reason(error: Exception) -> str:
+    """The line of a library's error that says something: not a heading that ends with a colon, not a bare key."""
+    kind = type(error).__name__
+    if isinstance(error, KeyError):
+        return f"{kind}: one of its files has no entry {error}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines if not line.endswith(":")] or [line.rstrip(":") for line in lines]
+    if not telling:
+        return kind
+    return telling[0] if " " in telling[0] else f"{kind}: {telling[0]}"
 
 
 def decoder_of(model: Any) -> nn.Module:

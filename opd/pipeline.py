@@ -17,6 +17,7 @@ from opd.samplers import Sampler, build_sampler
 from opd.student import Student
 from opd.teachers import Scorer, TeacherCard, build_teacher, find_teacher
 from opd.vocab import compare
+from opd.weights import check_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ def build_pipeline(
     identities = {"student": identity_of(config.student.model, config.student.revision), "teacher": card.identity}
     require_same_models(begun_with, identities, {"student": config.student.model, "teacher": card.name})
     vocab_size = check_pair(config, card, warn)
+    check_weights(config)
     student_tokenizer = load_tokenizer(config.student.model, config.student.revision, "student")
     renderer = Renderer(student_tokenizer, config.student.prompt, card.tokenizer, config.teacher.prompt)
     heldout, rest = heldout_prompts(rows, renderer, config.data, config.eval.prompts, config.run.seed)
@@ -65,6 +67,15 @@ def build_pipeline(
     sampler = build_sampler(config, student, warn)
     evaluator = Evaluator(config, heldout, teacher, teacher_writer(config, teacher)) if heldout else None
     return Pipeline(prompts, sampler, teacher, student, evaluator, identities)
+
+
+def check_weights(config: Config) -> None:
+    """Raises PreflightError where a local folder's weights are cut short or do not fit its configuration."""
+    models = [("student", config.student.model, config.student.revision)]
+    if config.teacher.resolved_kind == "local":
+        models.append(("teacher", config.teacher.model, config.teacher.revision))
+    for role, model, revision in models:
+        check_files(model, load_model_config(model, revision, role), role)
 
 
 def check_pair(config: Config, card: TeacherCard, warn: Callable[[str], None]) -> int:

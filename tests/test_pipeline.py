@@ -1,10 +1,13 @@
 """Facts about what is refused before any weights are loaded."""
 
+import json
+import shutil
+
 import pytest
 
 from opd.config import Config
 from opd.errors import PreflightError
-from opd.pipeline import check_pair
+from opd.pipeline import build_pipeline, check_pair
 from opd.teachers import find_teacher
 
 SHARED_TOKENS, CONTEXT = 64, 256
@@ -58,3 +61,21 @@ def test_an_id_that_no_token_has_is_refused(two_models, key, sections):
     checked(pair(two_models, **sections([0, SHARED_TOKENS - 1])), lambda _: None)
     with pytest.raises(PreflightError, match=f"{key} has the id {SHARED_TOKENS}"):
         checked(pair(two_models, **sections([0, SHARED_TOKENS])), lambda _: None)
+
+
+@pytest.mark.parametrize("role", ["student", "teacher"])
+def test_weights_that_do_not_fit_their_configuration_are_known_before_any_are_loaded(
+    two_models, prompts_file, tmp_path, role
+):
+    folders = dict(zip(("student", "teacher"), two_models, strict=True))
+    damaged = shutil.copytree(folders[role], tmp_path / role)
+    settings = json.loads((damaged / "config.json").read_text())
+    (damaged / "config.json").write_text(json.dumps(settings | {"intermediate_size": 48}))
+    config = pair(
+        tuple((folders | {role: damaged}).values()),
+        data={"max_prompt_tokens": 32, "train": f"{prompts_file},prompt=question"},
+    )
+    phases = []
+    with pytest.raises(PreflightError, match=f"{role}'s model.layers.0.mlp"):
+        build_pipeline(config, phases.append, lambda _: None)
+    assert not any("loading" in phase for phase in phases)

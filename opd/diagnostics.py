@@ -16,7 +16,17 @@ from opd.losses import without_impossible
 
 def shared_ids(student_ids: Tensor, teacher_ids: Tensor) -> Tensor:
     """Returns [T, k] bool: which of the student's ids [T, k] are among the teacher's [T, k']; −1 never is."""
-    return ((student_ids[:, :, None] == teacher_ids[:, None, :]) & (student_ids[:, :, None] >= 0)).any(-1)
+    return places_of(student_ids, teacher_ids)[1]
+
+
+def places_of(ids: Tensor, among: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns where the ids [T, k] are in `among` [T, k'], and whether they are there at all; −1 never is.
+
+    By sorting, because comparing each with each would take [T, k, k']: for a whole vocabulary, gigabytes a token.
+    """
+    ascending, order = among.to(ids.dtype).sort(-1)
+    nearest = torch.searchsorted(ascending, ids.contiguous()).clamp_max(among.shape[-1] - 1)
+    return order.gather(-1, nearest), (ascending.gather(-1, nearest) == ids) & (ids >= 0)
 
 
 def overlap_ratio(shared: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -236,7 +236,5 @@ def _from_support(ids: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
     """(log q, known) [c, k] at ids [c, k], from what the teacher said of the support."""
     assert targets.support_ids is not None
     assert targets.support_logprobs is not None
-    matches = ids[:, :, None] == targets.support_ids[:, None, :]
-    known = matches.any(-1)
-    place = matches.to(torch.uint8).argmax(-1)
+    place, known = diagnostics.places_of(ids, targets.support_ids)
     return targets.support_logprobs.gather(1, place).masked_fill(~known, 0.0), known

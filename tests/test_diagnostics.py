@@ -17,6 +17,26 @@ def test_overlap_is_the_share_of_the_students_ids_that_the_teacher_has_too():
     torch.testing.assert_close(diagnostics.overlap_ratio(shared), torch.tensor([2 / 3, 0, 1 / 3]))
 
 
+def test_shared_ids_are_those_of_comparing_each_with_each():
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = (torch.rand(50, 40, generator=generator).topk(k).indices for k in (12, 20))
+    for ids in (student, teacher):
+        ids[torch.rand(ids.shape, generator=generator) < 0.2] = -1
+    matches = (student[:, :, None] == teacher[:, None, :]) & (student[:, :, None] >= 0)
+    place, found = diagnostics.places_of(student, teacher)
+    assert torch.equal(diagnostics.shared_ids(student, teacher), matches.any(-1))
+    assert torch.equal(found, matches.any(-1))
+    assert torch.equal(teacher.gather(1, place)[found], student[found])
+
+
+def test_whole_vocabularies_are_compared_without_the_square_of_their_size():
+    vocabulary = 49_152
+    student, teacher = torch.arange(vocabulary)[None], torch.arange(vocabulary).flip(0)[None]
+    with torch.profiler.profile(profile_memory=True) as profile:
+        assert diagnostics.shared_ids(student, teacher).all()
+    assert max(event.cpu_memory_usage for event in profile.events()) < 100 * vocabulary
+
+
 def test_overlap_advantage_renormalises_both_on_the_shared_ids_and_is_0_without_one():
     shared = diagnostics.shared_ids(STUDENT_IDS, TEACHER_IDS)
     p = torch.tensor([[0.6, 0.3, 0.1], [0.5, 0.3, 0.1], [0.5, 0.4, 0.1]]).log()

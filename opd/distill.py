@@ -15,7 +15,7 @@ sampler's log-probabilities are compared with the student's own at every step, b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -73,7 +73,7 @@ def distill(
     before = evaluate(stages, run, display) if student.version == 0 else run.evaluation(0)
 
     with StopSignal(display.warn) as stop:
-        saved = student.version
+        saved, doubted = student.version, False
         while student.version < config.train.steps and not stop.requested:
             with saving_when_the_teacher_goes(config, stages, run, saved):
                 if due(student.version, config.eval.every):
@@ -82,6 +82,9 @@ def distill(
             run.append_metrics(record)
             trackers.log(student.version, record)
             display.step(record)
+            if not doubted and (doubt := doubt_about_supports(record)):
+                display.warn(doubt)
+                doubted = True
             if due(student.version, config.checkpoint.every):
                 saved = save(config, stages, run)
         if saved < student.version:
@@ -204,6 +207,17 @@ def update_values(update: Update, config: Config) -> dict[str, Any]:
         "engine_mismatch_nats": update.engine_mismatch,
         "by_position": position_means(update.stats, update.scored, mask, config.diagnostics.position_edges),
     }
+
+
+def doubt_about_supports(record: Mapping[str, Any]) -> str | None:
+    """Returns a warning where most tokens of a step taught nothing; none where all did, which `Student.update` refuses."""
+    fraction = record.get("degenerate_support_fraction", 0.0)
+    if fraction <= 0.5:
+        return None
+    return (
+        f"{fraction:.0%} of the tokens taught nothing in step {record['step']}: their supports have fewer than two ids; "
+        "use loss.topk.of=union, loss.topk.mass=tail or a larger loss.topk.k"
+    )
 
 
 def rollout_records(update: Update, student: Student) -> Iterator[dict[str, Any]]:

@@ -87,8 +87,8 @@ class Student:
     def update(self, scored: Sequence[ScoredRollout], *, diagnostics_k: int) -> Update:
         """Takes `train.inner_epochs` optimizer steps on one batch and returns what they did.
 
-        Raises TrainingError when a loss or the gradient is not finite (no step is taken then), or when the options mask
-        every token.
+        Raises TrainingError when a loss or the gradient is not finite or no token has a support to learn from (no step is
+        taken then), or when the options mask every token.
         """
         scored = batching.in_order(scored)
         rollouts = [item.rollout for item in scored]
@@ -100,6 +100,7 @@ class Student:
             self.optimizer.zero_grad(set_to_none=True)
             stats = self._accumulate(scored, weights, first, diagnostics_k if first is None else 0)
             if first is None:
+                self._require_supports(stats, torch.cat(weights))
                 first, mismatch = stats, self.verify_engine(rollouts, stats, truncated=self.config.rollout.truncates)
             grad_norm = self._step()
         self.model.eval()
@@ -179,6 +180,18 @@ class Student:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)
+
+    def _require_supports(self, stats: TokenStats, weights: Tensor) -> None:
+        """Raises TrainingError where every support that counts has fewer than two ids: the loss is 0 whatever the student does."""
+        if stats.degenerate is None or not bool((stats.degenerate.cpu()[weights > 0] == 1).all()):
+            return
+        topk = self.config.loss.topk
+        raise TrainingError(
+            f"There is nothing to learn from in step {self.version + 1}; no step was taken.",
+            where=f"loss.topk.of={topk.of}, loss.topk.mass=renormalize, loss.topk.k={topk.k}",
+            why="every support has fewer than two ids, and renormalising one id makes its probability 1 for both models",
+            fix="use loss.topk.of=union or loss.topk.mass=tail",
+        )
 
     def _require_finite_loss(self, loss: Tensor, stats: TokenStats, items: list[ScoredRollout]) -> None:
         """Raises TrainingError, naming the completion token and what the teacher forbids there."""

@@ -232,6 +232,14 @@ def test_a_model_that_was_swapped_under_its_name_is_refused_before_the_run_goes_
     assert [record["step"] for record in metrics_of(tmp_path / "one")] == [1]
 
 
+def test_a_run_in_which_most_tokens_teach_nothing_says_so_once(arguments, tmp_path, capsys):
+    loss = ("loss.topk.of=intersection", "loss.topk.mass=renormalize", "loss.topk.k=8")
+    here(arguments, "train.steps=2", f"run.dir={tmp_path}", "run.name=one", "eval.prompts=0", *loss)
+    fractions = [record["degenerate_support_fraction"] for record in metrics_of(tmp_path / "one")]
+    assert all(0.5 < fraction < 1 for fraction in fractions)
+    assert capsys.readouterr().out.count("of the tokens taught nothing") == 1
+
+
 def test_a_run_folder_is_never_overwritten(arguments, uninterrupted):
     before = (uninterrupted / "metrics.jsonl").read_text()
     with pytest.raises(RunDirectoryError) as refused:

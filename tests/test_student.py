@@ -162,6 +162,21 @@ def test_a_teacher_that_forbids_a_token_stops_the_run_before_a_step_and_is_told_
     assert all(torch.equal(before[name], p) for name, p in student.trainable.items())
 
 
+def test_supports_that_teach_nothing_stop_the_run_before_a_step(two_models):
+    topk = {"k": 4, "of": "intersection", "mass": "renormalize"}
+    config = config_of(*two_models, loss={"support": "topk", "topk": topk})
+    student = Student(config, VOCABULARY)
+    teacher, scored = scored_by(config, student)
+    for item in scored:
+        item.scores.support_ids[:, 1:] = -1
+        item.scores.support_logprobs[:, 1:] = -torch.inf
+    before = {name: parameter.detach().clone() for name, parameter in student.trainable.items()}
+    with pytest.raises(TrainingError, match="nothing to learn from in step 1; no step was taken") as caught:
+        student.update(scored, teacher.head, diagnostics_k=0)
+    assert "loss.topk.of=union or loss.topk.mass=tail" in caught.value.fix
+    assert all(torch.equal(before[name], parameter) for name, parameter in student.trainable.items())
+
+
 def test_an_engine_with_other_weights_stops_the_run_before_a_step(two_models):
     from dataclasses import replace
 

@@ -19,6 +19,8 @@ SupportOfName = Literal["student", "teacher", "union", "intersection"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 PathOrName = Annotated[str, AfterValidator(os.path.expanduser)]
 TokenId = Annotated[int, Field(ge=0)]
+Temperature = Annotated[float, Field(ge=1e-3, le=1e3)]
+"""Below, logits / τ overflows; above, the distribution is uniform to the last digit and nothing is left to learn."""
 
 
 def _check_url(url: str) -> str:
@@ -206,7 +208,7 @@ class RolloutSettings(Section):
     """Completions of each prompt."""
     max_tokens: Annotated[int, Field(ge=1)] = 256
     """Completion tokens at most."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Temperature = 1.0
     """Sampling temperature. 1 samples from the policy itself, which the losses assume."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling; below 1 some tokens can never be drawn, which biases `loss.support: sampled`."""
@@ -282,7 +284,7 @@ class LossSettings(Section):
     """Settings of `support: topk`."""
     sampled: SampledSettings = SampledSettings()
     """Settings of `support: sampled`."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Temperature = 1.0
     """τ: divides both models' logits before the log-softmax. No τ² factor is applied."""
     importance: Literal["none", "truncated", "clip"] = "none"
     """Correction for updates after the first on one batch (ratio of the student now to the student at first sight). clip needs `support: sampled`."""

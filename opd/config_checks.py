@@ -25,7 +25,13 @@ class Check:
 
 def check(config: Config, *, complete: bool, bad: Collection[str] = ()) -> list[Check]:
     """Returns all findings, save about keys in `bad` (already refused); with `complete`, also what is missing for a run."""
-    findings = [*_temperatures(config), *_position_edges(config), *_stop_strings(config), *_run_name(config)]
+    findings = [
+        *_temperatures(config),
+        *_position_edges(config),
+        *_stop_strings(config),
+        *_run_name(config),
+        *_paths(config),
+    ]
     if complete:
         findings += [*_required(config, bad), *_models(config)]
     return [finding for finding in findings if not set(bad).intersection(finding.keys)]
@@ -65,7 +71,7 @@ def _model_names(config: Config) -> list[tuple[str, str]]:
 def _model_folder(key: str, name: str) -> Check | None:
     """A finding about a model that is named as a local path; hub names are left to the hub."""
     path = Path(name).expanduser()
-    if not name or not (name.startswith((".", "/", "~")) or name.count("/") > 1 or path.exists()):
+    if not name or "\0" in name or not (name.startswith((".", "/", "~")) or name.count("/") > 1 or path.exists()):
         return None
     expected = (
         "the folder that save_pretrained wrote (config.json and *.safetensors), or a hub name such as Qwen/Qwen3-0.6B"
@@ -129,7 +135,7 @@ def _stop_strings(config: Config) -> list[Check]:
 def _run_name(config: Config) -> list[Check]:
     """A run outside of run.dir, or deeper in it, would not be found by `--resume auto`."""
     name = config.run.name
-    if name is None or (name not in ("", ".", "..") and Path(name).name == name):
+    if name is None or "\0" in name or (name not in ("", ".", "..") and Path(name).name == name):
         return []
     return [
         Check(
@@ -137,4 +143,21 @@ def _run_name(config: Config) -> list[Check]:
             f"run.name must be the name of one folder, not {name!r}.",
             fix="say where it goes with --output FOLDER/NAME, or with run.dir=FOLDER run.name=NAME",
         )
+    ]
+
+
+def _paths(config: Config) -> list[Check]:
+    """The system ends a path at its first null character, and Python refuses to open one."""
+    named = {
+        "run.dir": config.run.dir,
+        "run.name": config.run.name or "",
+        "student.model": config.student.model,
+        "teacher.model": config.teacher.model,
+        "data.train": "".join(source.path for source in config.data.train),
+        "data.heldout": "".join(source.path for source in config.data.heldout),
+    }
+    return [
+        Check((key,), f"{key} holds a null character, which no path can.", fix="remove the \\0")
+        for key, path in named.items()
+        if "\0" in path
     ]

@@ -105,8 +105,18 @@ def shipped_recipes() -> dict[str, Path]:
     return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
 
 
-def find_recipe(name: Path | str) -> Path:
-    """Returns the file of a recipe: a path, or the name of a shipped recipe; raises ConfigError with the nearest names."""
+def find_recipe(name: Path | str, *, or_setting: bool = False) -> Path:
+    """Returns the file of a recipe: a path, or the name of a shipped recipe; raises ConfigError with the nearest names.
+
+    With `or_setting` the name stood where `key=value` could have stood too, which the error then says.
+    """
+    if not str(name).strip():
+        setting = " or write a setting as key=value" if or_setting else ""
+        raise ConfigError(
+            "The name of a recipe is empty.",
+            why="an empty argument often comes from a shell variable that is not set",
+            fix=f"name a file or a shipped recipe{setting}, or leave the argument out",
+        )
     path = Path(name).expanduser()
     if path.is_file():
         return path
@@ -118,25 +128,35 @@ def find_recipe(name: Path | str) -> Path:
             f"{name} is a folder, not a recipe.", fix="name a .yaml file in it, or a model with --student or --teacher"
         )
     close = nearest_choice(path.name.removesuffix(".yaml"), tuple(shipped))
-    hint = f"did you mean {close}?" if close else f"shipped recipes are {', '.join(shipped) or 'none'}"
+    hint = f"did you mean {close}?" if close else f"the shipped recipes are {', '.join(shipped) or 'none'}."
     raise ConfigError(
         f"There is no recipe {name}.",
         why="it is neither a file nor the name of a shipped recipe",
-        fix=f"{hint} A setting is written key=value",
+        fix=f"{hint} A setting is written key=value." if or_setting else hint,
     )
 
 
 def _read_recipe(name: Path | str, problems: list[OpdError]) -> _Layer:
     """Returns the recipe's values; a recipe that cannot be read is a problem and an empty layer."""
     try:
-        path = find_recipe(name)
+        path = find_recipe(name, or_setting=True)
         document = yamls.parse(path.read_text(encoding="utf-8"), str(path))
     except ConfigError as error:
         problems.append(error)
         return _Layer()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        problems.append(ConfigError("The recipe cannot be read.", where=str(name), why=str(reason)))
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        problems.append(
+            ConfigError(
+                "The recipe is not UTF-8 text.",
+                where=f"{path}:{line}",
+                why=f"byte {error.object[error.start]:#04x}: {error.reason}",
+                fix=f"if it is a recipe in another encoding, convert it: iconv -f latin1 -t utf-8 {path} > new.yaml",
+            )
+        )
+        return _Layer()
+    except OSError as error:
+        problems.append(ConfigError("The recipe cannot be read.", where=str(name), why=error.strerror or str(error)))
         return _Layer()
     if document.value is None:
         return _Layer()

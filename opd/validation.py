@@ -27,7 +27,9 @@ def check_keys(values: dict[str, Any], origins: Origins, problems: list[OpdError
             here = (*path, name)
             known = key_at(here)
             value = mapping[name]
-            if known is None:
+            if "." in name:
+                problems.append(_not_nested(here, origins))
+            elif known is None:
                 problems.append(_unknown(here, origins))
             elif known.is_section and not isinstance(value, dict) and not (value is None and "null" in known.kind):
                 inner = [key for key in keys() if key.startswith(f"{known.path}.")][:3]
@@ -41,6 +43,15 @@ def check_keys(values: dict[str, Any], origins: Origins, problems: list[OpdError
             elif isinstance(value, dict) and known.is_section:
                 look(value, here)
                 continue
+            elif (number := _too_large(value)) is not None:
+                problems.append(
+                    ConfigError(
+                        f"{dotted(here)}: {_show(number)} is too large.",
+                        where=where_of([dotted(here)], origins),
+                        why="whole numbers end at 2^63",
+                        fix="write a smaller one",
+                    )
+                )
             elif isinstance(value, list) and known.section is not None:
                 for index, item in enumerate(value):
                     if isinstance(item, dict):
@@ -62,6 +73,12 @@ def _is_wrong_number(value: object, key: Key) -> bool:
     if isinstance(value, bool):
         return "number" in key.kind and "true or false" not in key.kind
     return isinstance(value, float) and not math.isfinite(value)
+
+
+def _too_large(value: object) -> int | None:
+    """Returns the first whole number that no tensor and no counter can hold, in lists too."""
+    items = value if isinstance(value, list) else [value]
+    return next((item for item in items if isinstance(item, int) and not -(2**63) <= item < 2**63), None)
 
 
 def validate(values: dict[str, Any], origins: Origins, problems: list[OpdError]) -> tuple[Config | None, set[str]]:
@@ -136,6 +153,20 @@ def _wrong_value(path: KeyPath, value: object, known: Key, origins: Origins) -> 
         f"{name} must be {known.kind}, not {_show(value)}.",
         where=where_of([name], origins),
         fix=f"did you mean {close}?" if close else "",
+    )
+
+
+def _not_nested(path: KeyPath, origins: Origins) -> ConfigError:
+    """Returns the error about `train.steps: 1` in a recipe, with what to write instead."""
+    *sections, leaf = dotted(path).split(".")
+    written = f"{{{leaf}: …}}"
+    for section in reversed(sections[1:]):
+        written = f"{{{section}: {written}}}"
+    return ConfigError(
+        f"{path[-1]} has dots in it.",
+        where=where_of([dotted(path)], origins),
+        why="keys with dots are for the command line (key=value); in a recipe sections are nested",
+        fix=f"write it nested: {sections[0]}: {written}",
     )
 
 

@@ -18,7 +18,12 @@ Path = tuple[str | int, ...]
 """Keys and list indices from the top of the document."""
 
 _NULL, _BOOL, _INT, _FLOAT = (f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float"))
-_STR = "tag:yaml.org,2002:str"
+_STR, _MAP, _SEQ = (f"tag:yaml.org,2002:{name}" for name in ("str", "map", "seq"))
+LARGEST_DEPTH = 50
+LONGEST_NUMBER = 1000
+"""Characters; Python itself refuses to read whole numbers of more than 4300."""
+LARGEST_COUNT = 100_000
+"""Values of a document, counted after aliases: a few lines of them can stand for billions."""
 _SCALARS = (
     (_NULL, re.compile(r"^(~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
     (_BOOL, re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
@@ -29,10 +34,25 @@ _SCALARS = (
         list("-+.0123456789"),
     ),
 )
+_PATTERNS = {tag: pattern for tag, pattern, _ in _SCALARS}
+_KNOWN = {_STR, *_PATTERNS}
 
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[Any]] = {}
+
+    def __init__(self, text: str, source: str) -> None:
+        super().__init__(text)
+        self.source = source
+        self.depth = 0
+
+    def compose_node(self, parent: Node | None, index: int) -> Node | None:
+        self.depth += 1
+        if self.depth > LARGEST_DEPTH:
+            raise _too_deep(f"{self.source}:{self.peek_event().start_mark.line + 1}")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
 class _Dumper(yaml.SafeDumper):
@@ -67,13 +87,17 @@ class Document:
 def parse(text: str, source: str) -> Document:
     """Returns the document in `text`; raises ConfigError naming `source` and the line of what is wrong."""
     try:
-        node = _Loader(text).get_single_node()
+        node = _Loader(text, source).get_single_node()
     except yaml.MarkedYAMLError as error:
         raise _syntax_error(error, text, source) from error
-    except yaml.YAMLError as error:
-        raise ConfigError("Not valid YAML.", where=source, why=str(error).splitlines()[0]) from error
+    except yaml.reader.ReaderError as error:
+        raise ConfigError(
+            f"The character {error.character:#x} is not allowed in YAML.",
+            where=f"{source}:{text.count(chr(10), 0, error.position) + 1}",
+            fix=r'remove it, or write it as an escape in double quotes, such as "\u0000"',
+        ) from error
     document = Document(None, {}, {})
-    value = None if node is None else _construct(node, (), source, document)
+    value = None if node is None else _Construction(source, document).value_of(node, ())
     return Document(value, document.lines, document.texts)
 
 
@@ -96,41 +120,103 @@ def _syntax_error(error: yaml.MarkedYAMLError, text: str, source: str) -> Config
     return ConfigError("Not valid YAML.", where=f"{source}:{line + 1}", why=why, fix=fix)
 
 
-def _construct(node: Node, path: Path, source: str, document: Document) -> Any:
-    line = node.start_mark.line + 1
-    document.lines.setdefault(path, line)
-    if isinstance(node, MappingNode):
-        return _construct_mapping(node, path, source, document)
-    if isinstance(node, SequenceNode):
-        return [_construct(item, (*path, index), source, document) for index, item in enumerate(node.value)]
-    assert isinstance(node, ScalarNode)
-    document.texts[path] = node.value
-    try:
-        return _scalar(node.tag, node.value)
-    except ValueError as error:
-        raise ConfigError(f"The tag {node.tag} cannot be used here.", where=f"{source}:{line}") from error
+def _too_deep(where: str) -> ConfigError:
+    return ConfigError(
+        f"The values are nested more than {LARGEST_DEPTH} levels deep.",
+        where=where,
+        fix="check the brackets there; no key of a recipe needs so many",
+    )
 
 
-def _construct_mapping(node: MappingNode, path: Path, source: str, document: Document) -> dict[str, Any]:
-    mapping: dict[str, Any] = {}
-    for key_node, value_node in node.value:
-        line = key_node.start_mark.line + 1
-        if not isinstance(key_node, ScalarNode):
-            raise ConfigError("A key must be a plain name.", where=f"{source}:{line}")
-        key = key_node.value
-        if key in mapping:
+class _Construction:
+    """From nodes to values, noting where each of them stands."""
+
+    def __init__(self, source: str, document: Document) -> None:
+        self.source = source
+        self.document = document
+        self.count = 0
+        self.open: set[int] = set()
+        """The collections around the current one, by identity."""
+
+    def value_of(self, node: Node, path: Path) -> Any:
+        line = node.start_mark.line + 1
+        where = f"{self.source}:{line}"
+        self.document.lines.setdefault(path, line)
+        self.count += 1
+        if self.count > LARGEST_COUNT:
             raise ConfigError(
-                f"The key {key} appears twice.",
-                where=f"{source}:{line}, first at line {document.lines[(*path, key)]}",
-                why="one of the two values would be lost",
-                fix="remove one of them",
+                f"The document has more than {LARGEST_COUNT} values.",
+                where=where,
+                why="every alias (*name) counts as all that its anchor holds",
+                fix="write fewer aliases of aliases",
             )
-        document.lines[(*path, key)] = line
-        mapping[key] = _construct(value_node, (*path, key), source, document)
-    return mapping
+        if id(node) in self.open:
+            raise ConfigError(
+                "An anchor holds itself.", where=where, fix="remove the alias (*name) inside of its own anchor (&name)"
+            )
+        if len(path) > LARGEST_DEPTH:
+            raise _too_deep(where)
+        if isinstance(node, ScalarNode):
+            self.document.texts[path] = node.value
+            if node.tag == _INT and len(node.value) > LONGEST_NUMBER:
+                raise ConfigError(f"The number has {len(node.value)} digits.", where=where, fix="write a smaller one")
+            try:
+                return _scalar(node.tag, node.value)
+            except ValueError as error:
+                raise _wrong_tag(node.tag, where) from error
+        if node.tag not in (_MAP, _SEQ):
+            raise _wrong_tag(node.tag, where)
+        self.open.add(id(node))
+        if isinstance(node, SequenceNode):
+            value: Any = [self.value_of(item, (*path, index)) for index, item in enumerate(node.value)]
+        else:
+            assert isinstance(node, MappingNode)
+            value = self.mapping_of(node, path)
+        self.open.remove(id(node))
+        return value
+
+    def mapping_of(self, node: MappingNode, path: Path) -> dict[str, Any]:
+        mapping: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            where = f"{self.source}:{line}"
+            if not isinstance(key_node, ScalarNode):
+                raise ConfigError("A key must be a plain name.", where=where)
+            key = key_node.value
+            if key_node.tag not in _KNOWN:
+                raise _wrong_tag(key_node.tag, where)
+            if key == "<<":
+                raise ConfigError(
+                    "Merge keys (<<) are not supported.",
+                    where=where,
+                    fix="write the keys out, or put the shared ones into a recipe of their own and name both: "
+                    "opd distill shared.yaml mine.yaml",
+                )
+            if key in mapping:
+                raise ConfigError(
+                    f"The key {key} appears twice.",
+                    where=f"{where}, first at line {self.document.lines[(*path, key)]}",
+                    why="one of the two values would be lost",
+                    fix="remove one of them",
+                )
+            self.document.lines[(*path, key)] = line
+            mapping[key] = self.value_of(value_node, (*path, key))
+        return mapping
+
+
+def _wrong_tag(tag: str, where: str) -> ConfigError:
+    shown = tag.replace("tag:yaml.org,2002:", "!!")
+    return ConfigError(
+        f"The tag {shown} cannot be used here.",
+        where=where,
+        fix="leave it out; a text that begins with ! goes in quotes",
+    )
 
 
 def _scalar(tag: str, text: str) -> Any:
+    """Raises ValueError where a tag, which may be written out as in `!!int x`, does not fit the text."""
+    if tag not in _KNOWN or (tag != _STR and not _PATTERNS[tag].match(text)):
+        raise ValueError(tag)
     if tag == _NULL:
         return None
     if tag == _BOOL:
@@ -139,6 +225,4 @@ def _scalar(tag: str, text: str) -> Any:
         return int(text, 0) if text.startswith(("0x", "0o")) else int(text)
     if tag == _FLOAT:
         return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
-    if tag == _STR:
-        return text
-    raise ValueError(tag)
+    return text

@@ -258,9 +258,11 @@ def test_malformed_yaml_names_file_and_line(recipe, text, line, hint):
 
 def test_a_file_that_is_not_text_is_refused(tmp_path):
     path = tmp_path / "weights.yaml"
-    path.write_bytes(b"\xff\xfe\x00")
+    path.write_bytes(b"run:\n  name: caf\xe9\n")
     (found,) = problems(path)
     assert "UTF-8" in found
+    assert f"{path}:2" in found
+    assert "iconv" in found
 
 
 def test_a_run_without_models_and_data_is_told_all_three_with_their_flags():
@@ -360,3 +362,89 @@ def test_the_resolved_configuration_reads_back_the_same(recipe):
     assert load(recipe(text)).config == loaded.config
     assert "learning_rate: 1.0e-05" in text
     assert "# override" in text
+
+
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "expected"),
+    [
+        ("run: &a\n  name: [*a]\n", 1, "holds itself"),
+        ("run:\n  name: " + "[" * 3000 + "]" * 3000 + "\n", 2, "nested more than"),
+        (BOMB, 1, "more than 100000 values"),
+        ("run: !foo {seed: 1}\n", 1, "tag !foo"),
+        ("run:\n  seed: !foo 1\n", 2, "tag !foo"),
+        ("rollout:\n  stop: !!set {a, b}\n", 2, "tag !!set"),
+        ("run:\n  !foo seed: 1\n", 2, "tag !foo"),
+        ("run:\n  save_rollouts: !!bool maybe\n", 2, "tag !!bool"),
+        ("base: &b {seed: 1}\nrun:\n  <<: *b\n", 3, "Merge keys"),
+        ("run:\n  seed: 1\n  name: \x07\n", 3, "0x7"),
+        ("run:\n  seed: " + "9" * 5000 + "\n", 2, "5000 digits"),
+    ],
+    ids=["self", "deep", "bomb", "tag", "scalar-tag", "set", "key-tag", "bool", "merge", "bell", "digits"],
+)
+def test_yaml_that_no_recipe_needs_is_refused_with_its_line(recipe, text, line, expected):
+    path = recipe(text)
+    (found,) = problems(path)
+    assert f"{path}:{line}" in found
+    assert expected in found
+    assert "fix:" in found
+
+
+def test_an_alias_stands_for_what_its_anchor_holds(recipe):
+    path = recipe("student: {prompt: &p {system: Be brief.}}\nteacher: {prompt: *p}\n")
+    config = load(path).config
+    assert config.student.prompt == config.teacher.prompt
+    assert config.teacher.prompt.system == "Be brief."
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ("train.steps: 1\n", "write it nested: train: {steps: …}"),
+        ("loss.topk.k: 8\n", "write it nested: loss: {topk: {k: …}}"),
+        ("loss: {topk.k: 8}\n", "write it nested: loss: {topk: {k: …}}"),
+    ],
+)
+def test_a_key_with_dots_in_a_recipe_is_told_how_to_nest_it(recipe, text, fix):
+    path = recipe(text)
+    (found,) = problems(path)
+    assert fix in found
+    assert f"{path}:1" in found
+
+
+@pytest.mark.parametrize("override", ["train.steps=" + "1" + 23 * "0", "rollout.stop_token_ids=[9223372036854775808]"])
+def test_whole_numbers_that_nothing_can_hold_are_refused(override):
+    (text,) = problems(overrides=[override])
+    assert override.partition("=")[0] in text
+    assert "2^63" in text
+
+
+@pytest.mark.parametrize("key", ["loss.temperature", "rollout.temperature"])
+def test_temperatures_at_which_logits_overflow_or_vanish_are_refused(key):
+    for value in ("1e-40", "1e30", "0"):
+        (text,) = problems(overrides=[f"{key}={value}"])
+        assert f"{key} must be a number ≥ 0.001 and ≤ 1000" in text
+    for value in ("0.001", "1000"):
+        load(overrides=[f"rollout.temperature={value}", f"loss.temperature={value}"])
+
+
+@pytest.mark.parametrize("key", ["run.name", "run.dir", "student.model"])
+def test_a_path_holds_no_null_character(recipe, key):
+    section, leaf = key.split(".")
+    (text,) = problems(recipe(f'{section}:\n  {leaf}: "a\\0b"\n'))
+    assert key in text
+    assert "null character" in text
+
+
+def test_the_hint_about_settings_is_for_those_who_can_write_one(recipe):
+    (text,) = problems("demo-cpuu")
+    assert "did you mean demo-cpu? A setting is written key=value." in text
+    with pytest.raises(ConfigError) as caught:
+        find_recipe("demo-cpuu")
+    assert caught.value.fix == "did you mean demo-cpu?"
+    (empty,) = problems("")
+    assert "The name of a recipe is empty" in empty

@@ -91,14 +91,15 @@ class _View:
             self.warnings.append(f"{role}.prompt.chat_template_kwargs has no effect: prompts are rendered without one.")
 
     def _probe(self) -> None:
-        """Renders one message, so that a template that cannot take the settings is known before the first step."""
+        """Renders two messages, so that a template that cannot take the settings or does not read them is known at once."""
         kwargs = self.settings.chat_template_kwargs
         where = f"{self.role}.prompt.chat_template_kwargs"
         if taken := [name for name in RESERVED_KWARGS if name in kwargs]:
             raise ConfigError(f"{taken[0]} cannot be set.", where=where, why="opd sets it itself", fix="remove it")
         try:
             source = self.tokenizer.get_chat_template()
-            self._chat_ids([{"role": "user", "content": "1"}])
+            # Of different lengths: a tokenizer may know none of the words.
+            one, other = (self._chat_ids([{"role": "user", "content": text}]) for text in ("1", "one two three"))
         except (DataError, ValueError) as error:
             raise PreflightError(
                 f"The {self.role}'s chat template cannot be used as asked.",
@@ -108,6 +109,13 @@ class _View:
                 if self.settings.system is not None
                 else f"use {self.role}.prompt.chat=never, or mend the template",
             ) from error
+        if one == other:
+            raise PreflightError(
+                f"The {self.role}'s chat template does not read the messages.",
+                where=f"the chat template of {self.tokenizer.name_or_path}",
+                why="it renders two different messages alike, so every prompt would be the same",
+                fix=f"mend the template, or use {self.role}.prompt.chat=never",
+            )
         for name in kwargs:
             if not re.search(rf"\b{re.escape(name)}\b", source):
                 self.warnings.append(f"{where}: the {self.role}'s chat template does not use {name}.")
@@ -183,6 +191,12 @@ class _View:
                 why=(str(error).strip() or type(error).__name__).splitlines()[0],
                 fix="check the roles and their order",
             ) from error
+        if not ids:
+            raise DataError(
+                "The prompt has no tokens.",
+                why=f"the {self.role}'s chat template writes nothing",
+                fix=f"mend the template, or use {self.role}.prompt.chat=never",
+            )
         return self._once_begun(ids)
 
     def _text_ids(self, text: str) -> Ids:

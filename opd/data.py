@@ -309,4 +309,6 @@ def _checked_prompt(row: dict[str, Any], column: str) -> str | list[dict[str, An
             if not isinstance(message.get(key), str):
                 has = f"its {key} is {kind_of(message[key])}" if key in message else f"it has {', '.join(message)}"
                 raise DataError(f"Message {number} has no {key} that is a text.", why=has, fix=MESSAGE_FORM)
+    if not any(message["content"].strip() for message in prompt):
+        raise DataError("No chat message holds any text.", fix="remove the row or give it a message")
     return prompt

@@ -88,6 +88,22 @@ def test_a_chat_template_that_cannot_take_the_system_message_is_known_before_the
         Renderer(strict, ChatSettings(system="Be short."), strict, None)
 
 
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("", "writes nothing"),
+        ("{% if add_generation_prompt %}{% endif %}", "writes nothing"),
+        ("<|im_start|>assistant\n", "does not read the messages"),
+    ],
+)
+def test_a_chat_template_that_renders_no_prompt_is_known_before_the_run(template, expected):
+    empty = bpe(template=template)
+    with pytest.raises(PreflightError) as caught:
+        Renderer(empty, ChatSettings(), empty, None)
+    assert expected in str(caught.value)
+    assert "student.prompt.chat=never" in caught.value.fix
+
+
 def test_a_conversation_that_the_chat_template_refuses_is_an_error_of_the_data():
     strict = bpe(template="{% if messages | length > 1 %}{{ raise_exception('one turn only') }}{% endif %}" + CHATML)
     with pytest.raises(DataError, match="one turn only"):

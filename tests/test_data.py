@@ -230,6 +230,7 @@ def test_a_missing_column_gets_the_columns_and_the_likely_one(tmp_path):
         ({"role": "user"}, "The prompt is an object"),
         ("  ", "The prompt is empty"),
         ([], "list of chat messages is empty"),
+        ([{"role": "user", "content": " "}], "No chat message holds any text"),
         (["hello"], "Message 1 is a text"),
         ([{"role": "user", "content": "a"}, {"role": "user"}], "Message 2 has no content"),
         ([{"from": "human", "value": "a"}], "it has from, value"),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from opd.config import DataSettings, DataSource
 from opd.errors import ConfigError, DataError
-from opd.readers import read
+from opd.readers import is_stream, read
 from opd.sources import STDIN, nearest_names, parse_source, split_revision
 from opd.tables import Table, columns_of, kind_of, pick
 from opd.types import Prompt
@@ -73,8 +73,10 @@ def load_sources(settings: DataSettings) -> LoadedData:
     Raises DataError for what is missing, malformed, empty, or neither a text nor chat messages.
     """
     named = [*settings.train, *settings.heldout]
-    if sum(source.path == STDIN for source in named) > 1:
-        raise ConfigError("Standard input can be read once only.", where="data", fix="name - in one source only")
+    streams = [source.path for source in named if source.path == STDIN or is_stream(source)]
+    if repeated := [path for path in streams if streams.count(path) > 1]:
+        name = "Standard input" if repeated[0] == STDIN else repeated[0]
+        raise ConfigError(f"{name} can be read once only.", where="data", fix=f"name {repeated[0]} in one source only")
     return LoadedData([_load(source) for source in settings.train], [_load(source) for source in settings.heldout])
 
 

@@ -17,6 +17,13 @@ from opd.hub import read_folder, read_hub
 from opd.sources import HUB, STDIN, holds_default, nearest_names
 from opd.tables import KINDS, Table, first_line, kind_of
 
+GZIP = b"\x1f\x8b"
+"""How every gzip file begins."""
+
+
+class _RepeatedKey(ValueError):
+    """Its message is the key."""
+
 
 def read(source: DataSource) -> Table:
     """Returns all rows of `source`; raises DataError where it is missing, malformed or cannot be fetched."""
@@ -38,9 +45,13 @@ def read(source: DataSource) -> Table:
         return _standard_input()
     if is_folder:
         return read_folder(path, source)
+    if is_stream(source):
+        with path.open("rb") as stream:
+            return _jsonl(stream, source.path)
     if not is_file:
-        raise _missing(path)
+        raise _no_file(path) if path.exists() else _missing(path)
     name = path.name.lower()
+    _refuse_gzip(path, name)
     kind = next((kind for kind in KINDS if name.endswith(kind)), None)
     try:
         match kind:
@@ -53,14 +64,52 @@ def read(source: DataSource) -> Table:
                 return _csv(path)
             case ".parquet":
                 return _parquet(path)
+    except gzip.BadGzipFile as error:
+        raise DataError(
+            "The file is not compressed with gzip.", where=source.path, fix="name it .jsonl, if it is JSONL as it is"
+        ) from error
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError("The file cannot be read.", where=source.path, why=str(error)) from error
+        raise DataError("The file cannot be read.", where=source.path, why=first_line(error)) from error
     raise DataError(
         "The kind of the file is unknown.",
         where=source.path,
         why=f"{path.suffix or 'no ending'} is none of {', '.join(KINDS)}",
         fix="rename it to what it is, or convert it to .jsonl: one JSON object a line",
     )
+
+
+def is_stream(source: DataSource) -> bool:
+    """Whether the source is a named pipe or a `<(command)` of the shell: JSONL that can be read once."""
+    try:
+        return Path(source.path).is_fifo()
+    except OSError:
+        return False  # `read` says what is wrong with the path
+
+
+def _no_file(path: Path) -> DataError:
+    what = "a device" if path.is_char_device() or path.is_block_device() else "a socket"
+    return DataError(
+        f"The path is {what}, not a file.",
+        where=str(path),
+        fix=f"name a file ({', '.join(KINDS)}), or pipe JSONL into --data -",
+    )
+
+
+def _refuse_gzip(path: Path, name: str) -> None:
+    """Raises DataError for a compressed file under the name of a plain one."""
+    if name.endswith(".gz"):
+        return
+    try:
+        with path.open("rb") as file:
+            compressed = file.read(len(GZIP)) == GZIP
+    except OSError as error:
+        raise DataError("The file cannot be read.", where=str(path), why=first_line(error)) from error
+    if compressed:
+        raise DataError(
+            "The file is compressed with gzip.",
+            where=str(path),
+            fix=f"name it {path.name}.gz" if name.endswith(".jsonl") else f"unpack it: gunzip < {path.name} > new-file",
+        )
 
 
 def _missing(path: Path) -> DataError:
@@ -102,7 +151,7 @@ def _json_line(raw: bytes, where: str) -> dict[str, Any] | None:
         text = raw.decode("utf-8-sig").strip()
         if not text:
             return None
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_once_each)
         _refuse_half_characters(value, text, where)
     except UnicodeDecodeError as error:
         raise _not_utf8(error, where) from error
@@ -114,7 +163,7 @@ def _json_line(raw: bytes, where: str) -> dict[str, Any] | None:
             fix='every line is one JSON object, such as {"prompt": "How many legs has a spider?"}',
         ) from error
     except (RecursionError, ValueError) as error:
-        raise DataError("The line cannot be read.", where=where, why=first_line(error)) from error
+        raise _unreadable(error, where) from error
     if not isinstance(value, dict):
         raise DataError(
             f"The line is {kind_of(value)}, not an object.",
@@ -122,6 +171,38 @@ def _json_line(raw: bytes, where: str) -> dict[str, Any] | None:
             fix='every line is one JSON object, such as {"prompt": "How many legs has a spider?"}',
         )
     return value
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object with these keys and values; raises _RepeatedKey where one of the values would be lost."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _RepeatedKey(next(name for name in names if names.count(name) > 1))
+    return value
+
+
+def _unreadable(error: Exception, where: str) -> DataError:
+    """Returns the error for JSON that is well-formed and cannot be used."""
+    if isinstance(error, _RepeatedKey):
+        return DataError(
+            f"The key {error} appears twice in one object.",
+            where=where,
+            why="one of the two values would be lost",
+            fix="remove or rename one of them",
+        )
+    if isinstance(error, RecursionError):
+        return DataError(
+            "The JSON is nested too deeply.",
+            where=where,
+            fix="leave out the column that holds it, or write it as a text",
+        )
+    return DataError(
+        "The JSON cannot be read.",
+        where=where,
+        why=first_line(error),
+        fix="write a number of that many digits as a text",
+    )
 
 
 def _refuse_half_characters(value: Any, text: str, where: str) -> None:
@@ -142,7 +223,7 @@ def _refuse_half_characters(value: Any, text: str, where: str) -> None:
 def _json(path: Path) -> Table:
     try:
         text = path.read_bytes().decode("utf-8-sig")
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_once_each)
     except UnicodeDecodeError as error:
         raise _not_utf8(error, str(path)) from error
     except json.JSONDecodeError as error:
@@ -154,7 +235,7 @@ def _json(path: Path) -> Table:
             fix="it looks like one object a line: name it .jsonl" if lines else "a .json file is a list of objects",
         ) from error
     except (RecursionError, ValueError) as error:
-        raise DataError("The file cannot be read.", where=str(path), why=first_line(error)) from error
+        raise _unreadable(error, str(path)) from error
     if isinstance(value, dict):
         lists = [name for name, inner in value.items() if isinstance(inner, list)]
         hint = f"; take the list out of {lists[0]}" if len(lists) == 1 else ""
@@ -221,5 +302,7 @@ def _not_utf8(error: UnicodeDecodeError, where: str) -> DataError:
 
 
 def _around(text: str, position: int) -> str:
+    """What is written there, on one line."""
     start, stop = max(0, position - 20), position + 20
-    return f"{'…' if start else ''}{text[start:stop]}{'…' if stop < len(text) else ''}"
+    shown = "".join(character if character.isprintable() else " " for character in text[start:stop])
+    return f"{'…' if start else ''}{shown}{'…' if stop < len(text) else ''}"

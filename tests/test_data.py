@@ -4,7 +4,9 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import sys
+import threading
 
 import pytest
 from bpe import CHATML, bpe
@@ -159,6 +161,56 @@ def test_json_that_no_tokenizer_can_take_is_named_with_its_line(tmp_path):
     deep = tmp_path / "deep.json"
     deep.write_text("[" * 200_000)
     assert str(deep) in refusal(deep)
+    deep_line = tmp_path / "deep.jsonl"
+    deep_line.write_text('{"prompt": "a", "tree": ' + "[" * 200_000 + "]" * 200_000 + "}\n")
+    for file, place in ((deep, str(deep)), (deep_line, f"{deep_line}:1")):
+        assert "nested too deeply" in refusal(file)
+        assert place in refusal(file)
+        assert "fix:" in refusal(file)
+
+
+def test_a_key_that_is_repeated_in_an_object_is_refused_with_its_line(tmp_path):
+    file = tmp_path / "twice.jsonl"
+    file.write_text('{"prompt": "a"}\n{"prompt": "b", "meta": {"n": 1}, "prompt": "c"}\n')
+    assert f"{file}:2" in refusal(file)
+    assert "The key prompt appears twice" in refusal(file)
+    whole = tmp_path / "twice.json"
+    whole.write_text('[{"prompt": "a", "meta": {"n": 1, "n": 2}}]')
+    assert "The key n appears twice" in refusal(whole)
+    assert str(whole) in refusal(whole)
+
+
+def test_a_compressed_file_under_a_plain_name_is_told_its_name(tmp_path):
+    packed = gzip.compress(b'{"prompt": "a"}\n')
+    for name, fix in (("a.jsonl", "name it a.jsonl.gz"), ("a.csv", "gunzip"), ("a.json", "gunzip")):
+        (tmp_path / name).write_bytes(packed)
+        message = refusal(tmp_path / name)
+        assert "compressed with gzip" in message
+        assert fix in message
+    (tmp_path / "plain.jsonl.gz").write_bytes(b'{"prompt": "a"}\n')
+    assert "name it .jsonl" in refusal(tmp_path / "plain.jsonl.gz")
+
+
+def test_what_is_no_file_says_so():
+    for path in ("/dev/null", "/dev/zero"):
+        message = refusal(parse_source(f"{path},prompt=question"))
+        assert "a device, not a file" in message
+        assert "does not exist" not in message
+
+
+def test_a_pipe_of_the_shell_is_read_as_jsonl_and_only_once(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+
+    def write():
+        pipe.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    assert [row["prompt"] for row in load_sources(settings_of(pipe)).sources[0].rows] == ["a", "b"]
+    writer.join()
+    with pytest.raises(ConfigError, match="once"):
+        load_sources(settings_of(pipe, pipe))
 
 
 def test_a_damaged_archive_and_an_impossible_path_are_errors_of_the_data(tmp_path):
@@ -169,7 +221,9 @@ def test_a_damaged_archive_and_an_impossible_path_are_errors_of_the_data(tmp_pat
 
 
 def test_jsonl_under_the_name_json_is_told_so(tmp_path):
-    assert "name it .jsonl" in refusal(numbered(tmp_path, "a.json", 3))
+    message = refusal(numbered(tmp_path, "a.json", 3))
+    assert "name it .jsonl" in message
+    assert len(message.splitlines()) == 4
 
 
 def test_a_csv_row_with_a_field_too_many_is_named(tmp_path):

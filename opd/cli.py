@@ -25,7 +25,7 @@ app = typer.Typer(
     help="On-policy distillation: the student writes, the teacher marks every token, the student moves towards the teacher.",
 )
 recipes_app = typer.Typer(**_PLAIN, help="List, show and copy the recipes that come with opd.")
-config_app = typer.Typer(**_PLAIN, help="Show the resolved configuration, its JSON schema, or the meaning of a key.")
+config_app = typer.Typer(**_PLAIN, help="Show the configuration, its JSON schema, or what a key means.")
 teacher_app = typer.Typer(**_PLAIN, help="A teacher for other processes and machines.")
 app.add_typer(teacher_app, name="teacher")
 app.add_typer(recipes_app, name="recipes")
@@ -34,7 +34,7 @@ app.add_typer(config_app, name="config")
 Arguments = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[RECIPE | KEY=VALUE]...",
+        metavar="RECIPE | KEY=VALUE",
         help="Recipe files or names, later ones win; KEY=VALUE wins over all.",
         show_default=False,
     ),
@@ -77,7 +77,8 @@ def distill(
         list[str] | None,
         typer.Option(
             metavar="SOURCE",
-            help="file.jsonl,prompt=COLUMN or hf://org/name,name=CONFIG,prompt=COLUMN or -; may be repeated.",
+            help="FILE,prompt=COLUMN or hf://org/name,name=CONFIG,prompt=COLUMN, "
+            "or -,prompt=COLUMN for JSONL on standard input; may be repeated.",
         ),
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Steps of rollout, score, update and sync.")] = None,
@@ -136,9 +137,9 @@ def teacher_serve(
     insecure: Annotated[bool, typer.Option("--insecure", help="Listen beyond loopback without a token.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Serve a teacher: opd distill --teacher http://HOST:PORT asks it for every kind of score.
+    """Serve a teacher to runs on other machines.
 
-    Clients send the token that OPD_TEACHER_TOKEN holds, where it is set.
+    opd distill --teacher http://HOST:PORT asks it for every kind of score. Clients send the token that OPD_TEACHER_TOKEN holds, where it is set.
     """
     with _reporting(debug=debug):
         from opd.teachers.serve import ServeRequest, serve
@@ -186,7 +187,10 @@ def export(
 
 @app.command()
 def env(json_output: Json = False, debug: Debug = False) -> None:
-    """Print what a bug report needs: versions, processor, GPUs, memory, commit."""
+    """Print what a bug report needs.
+
+    Versions, processor, GPUs, memory, commit.
+    """
     with _reporting(json_output=json_output, debug=debug) as answer:
         from opd.env import as_text, environment
 
@@ -210,7 +214,8 @@ def recipes_ls(json_output: Json = False) -> None:
 
 @recipes_app.command("show")
 def recipes_show(
-    name: Annotated[str, typer.Argument(help="Name of a shipped recipe.", show_default=False)], debug: Debug = False
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Of a shipped recipe.", show_default=False)],
+    debug: Debug = False,
 ) -> None:
     """Print a recipe."""
     with _reporting(debug=debug):
@@ -221,9 +226,9 @@ def recipes_show(
 
 @recipes_app.command("cp")
 def recipes_cp(
-    name: Annotated[str, typer.Argument(help="Name of a shipped recipe.", show_default=False)],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Of a shipped recipe.", show_default=False)],
     target: Annotated[
-        Path | None, typer.Argument(metavar="[FILE]", help="Where to; default ./NAME.yaml.", show_default=False)
+        Path | None, typer.Argument(metavar="FILE", help="Where to; default ./NAME.yaml.", show_default=False)
     ] = None,
     debug: Debug = False,
 ) -> None:
@@ -246,7 +251,10 @@ def recipes_cp(
 
 @config_app.command("show")
 def config_show(arguments: Arguments = None, debug: Debug = False) -> None:
-    """Print the configuration that recipes and overrides add up to, with the origin of every value."""
+    """Print the resolved configuration.
+
+    It is what recipes and overrides add up to, with the origin of every value.
+    """
     with _reporting(debug=debug):
         from opd.recipes import load_config
         from opd.resolved import resolved_yaml
@@ -268,7 +276,12 @@ def config_schema() -> None:
 
 @config_app.command("explain")
 def config_explain(
-    key: Annotated[str, typer.Argument(metavar="KEY", help="Such as loss.topk.mass or train.", show_default=False)],
+    key: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="KEY", help="Such as loss.topk.mass or train; without one, the sections.", show_default=False
+        ),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Say what a key means, what it takes, and its default."""

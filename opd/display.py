@@ -22,6 +22,8 @@ Record = Mapping[str, Any]
 _BARS = "▁▂▃▄▅▆▇█"
 _TREND_STEPS = 8
 _HEADER_EVERY = 25
+RATE = "rate"
+"""The form of a rate: whole, with two decimals below 10."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class _Column:
 
 
 def _number(name: str, form: str) -> Callable[[Record], str]:
-    return lambda record: format(record[name], form) if record.get(name) is not None else "–"
+    return lambda record: written(record[name], form) if record.get(name) is not None else "–"
 
 
 def _entropies(record: Record) -> str:
@@ -54,7 +56,7 @@ _COLUMNS = (
     _Column("entropy s / t", 13, _entropies, 3),
     _Column("length", 6, _number("completion_length_tokens", ".0f"), 4),
     _Column("cut", 4, _percent("truncated_fraction"), 5),
-    _Column("tok/s", 6, _number("tokens_per_second", ".0f"), 1),
+    _Column("tok/s", 6, _number("tokens_per_second", RATE), 1),
     _Column("roll score upd sync s", 21, _split, 2),
     _Column("mismatch", 8, _number("engine_mismatch_nats", ".4f"), 2),
 )
@@ -68,7 +70,7 @@ _LINE = (
     ("teacher_entropy", ".3f"),
     ("completion_length_tokens", ".1f"),
     ("truncated_fraction", ".3f"),
-    ("tokens_per_second", ".0f"),
+    ("tokens_per_second", RATE),
     ("rollout_seconds", ".2f"),
     ("score_seconds", ".2f"),
     ("update_seconds", ".2f"),
@@ -131,7 +133,7 @@ class Display:
             self._row(record, kl, left)
             self._spinner.update(text=Text(f"step {record['step']} of {self._total_steps}, {left} left", style="dim"))
         else:
-            values = [f"{name}={record[name]:{form}}" for name, form in _LINE if record.get(name) is not None]
+            values = [f"{name}={written(record[name], form)}" for name, form in _LINE if record.get(name) is not None]
             self._line(f"step {record['step']}/{self._total_steps} {' '.join(values)} eta={left}")
 
     def summary(
@@ -191,7 +193,7 @@ class Display:
             titles += [f"{column.title:>{column.width}}" for column in columns] + [f"{'ETA':>8}"]
             self._console.print(Text("  ".join(titles), style="bold"), no_wrap=True, crop=True)
         self._rows += 1
-        shown = f"{kl:.4f}" if kl is not None else "–"
+        shown = written(kl, ".4f") if kl is not None else "–"
         cells = [
             f"{record['step']:>{digits}}/{self._total_steps}",
             f"{shown:>11}",
@@ -250,10 +252,18 @@ def outcome_rows(
         if name == "reverse_kl_sampled":
             title = f"{title} (sampled)"
         old, new = first.get(name), last.get(name)
-        change = f"{100 * (new - old) / abs(old):+.0f}%" if old and new is not None else ""
+        change = f"{written(100 * (new - old) / abs(old), '+.0f')}%" if old and new is not None else ""
         target = last.get(teacher, first.get(teacher)) if teacher else None
         rows.append((title, _shown(old, form), _shown(new, form), change, _shown(target, form)))
     return rows
+
+
+def written(value: float, form: str) -> str:
+    """Returns the number in a format of Python's or as a RATE; what rounds to zero has no minus."""
+    if form == RATE:
+        form = ".2f" if abs(value) < 10 else ".0f"
+    text = format(value, form)
+    return text.removeprefix("-") if float(text) == 0 else text
 
 
 def sparkline(values: deque[float]) -> str:
@@ -273,4 +283,4 @@ def duration(seconds: float) -> str:
 
 
 def _shown(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
+    return "" if value is None else written(value, form)

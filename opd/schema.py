@@ -136,8 +136,14 @@ def nearest_choice(value: object, choices: tuple[str, ...]) -> str | None:
     return best if best is not None and _alike(str(value), best) >= 0.6 else None
 
 
-def explain(name: str) -> str:
-    """Returns what `opd config explain` prints; raises ConfigError with the nearest names for an unknown key."""
+def explain(name: str | None = None) -> str:
+    """Returns what `opd config explain` prints, for no key the sections; raises ConfigError for an unknown key."""
+    if name is None:
+        return _explained([key for key in keys().values() if "." not in key.path])
+    if not name.strip():
+        raise ConfigError(
+            "The key is empty.", fix="name one, such as loss.topk.mass, or leave it out to see the sections"
+        )
     key = keys().get(name.replace("[0]", "[]"))
     if key is None:
         close = nearest(name)
@@ -147,10 +153,13 @@ def explain(name: str) -> str:
         return "\n".join((key.path, f"  {key.doc}", f"  type:    {key.kind}", f"  default: {default_text(key)}"))
     inner = key.path + ("[]" if key.is_list else "")
     members = [other for other in keys().values() if other.path.rpartition(".")[0] == inner]
+    return "\n".join((f"{key.path}: {key.kind}", f"  {key.doc}", "", _explained(members)))
+
+
+def _explained(members: list[Key]) -> str:
+    """One line a key: its path and what it means."""
     width = max(len(member.path) for member in members)
-    lines = [f"{key.path}: {key.kind}", f"  {key.doc}", ""]
-    lines += [f"  {member.path:<{width}}  {member.doc}" for member in members]
-    return "\n".join(lines)
+    return "\n".join(f"  {member.path:<{width}}  {member.doc}" for member in members)
 
 
 def default_text(key: Key) -> str:

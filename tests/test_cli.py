@@ -60,6 +60,17 @@ def test_help_names_the_ways_to_say_what_to_do():
         assert part in text
 
 
+@pytest.mark.parametrize("group", [[], ["config"], ["recipes"], ["teacher"]], ids=str)
+def test_help_cuts_no_description_off(group):
+    assert "..." not in opd(*group, "--help").stdout.partition("Commands:")[2]
+
+
+def test_the_usage_line_has_one_ellipsis_and_the_data_flag_says_how_standard_input_is_named():
+    text = opd("distill", "--help").stdout
+    assert "[RECIPE | KEY=VALUE]...\n" in text
+    assert "-,prompt=COLUMN" in text
+
+
 def test_a_run_without_anything_is_told_what_it_needs(tmp_path):
     result = opd("distill", cwd=tmp_path)
     assert result.returncode == 2
@@ -147,6 +158,22 @@ def test_config_explain_knows_keys_and_corrects_mistyped_ones():
     result = opd("config", "explain", "rollout.temprature")
     assert result.returncode == 2
     assert "rollout.temperature" in result.stderr
+
+
+def test_config_explain_without_a_key_lists_the_sections_and_an_empty_one_is_told():
+    text = opd("config", "explain").stdout
+    for section in ("student", "loss", "train"):
+        assert f"\n  {section} " in f"\n{text}"
+    empty = opd("config", "explain", "")
+    assert empty.returncode == 2
+    assert "The key is empty" in empty.stderr
+    assert "name of a recipe is empty" in opd("config", "show", "").stderr
+
+
+def test_a_mistyped_recipe_to_copy_gets_the_name_and_nothing_about_settings(tmp_path):
+    result = opd("recipes", "cp", "dmo-cpu", "mine.yaml", cwd=tmp_path)
+    assert "did you mean demo-cpu?" in result.stderr
+    assert "key=value" not in result.stderr
 
 
 def test_config_schema_is_json():

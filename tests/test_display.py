@@ -144,6 +144,18 @@ def test_the_outcome_says_when_the_kl_is_only_a_sampled_estimate():
     assert outcome_rows(None, None, 16) == []
 
 
+def test_a_slow_run_has_a_rate_and_zero_has_no_sign():
+    slow = {**RECORD, "tokens": 1, "step_seconds": 4.0, "engine_mismatch_nats": -1e-7, "reverse_kl_sampled": -1e-9}
+    line = shown(terminal=False, records=[slow])
+    for part in ("tokens_per_second=0.25 ", "engine_mismatch_nats=0.00000 ", "reverse_kl_sampled=0.0000 "):
+        assert part in line
+    row = shown(terminal=True, records=[slow])
+    assert " 0.25 " in row
+    assert "-0.0000" not in row
+    ((_, _, after, change, _),) = outcome_rows({"reverse_kl": -0.5}, {"reverse_kl": -0.5001}, 16)
+    assert (after, change) == ("-0.500", "0%")
+
+
 @pytest.mark.parametrize(("seconds", "text"), [(5, "0:05"), (75, "1:15"), (3675, "1:01:15"), (-1, "0:00")])
 def test_durations_read_as_on_a_clock(seconds, text):
     assert duration(seconds) == text

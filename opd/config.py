@@ -378,7 +378,7 @@ class EvalSettings(Section):
     every: Annotated[int, Field(ge=0)] = 0
     """Also evaluate every so many steps; 0 = before and after only."""
     teacher_completions: Annotated[int, Field(ge=0)] = 64
-    """Held-out prompts, at most, that the teacher completes once: the reverse KL on these fixed texts is reported too (in-process teachers only); 0 = none."""
+    """How many of the `eval.prompts` held-out prompts, at most, the teacher completes, once: the reverse KL on these fixed texts is reported too (in-process teachers only); 0 = none."""
 
 
 class DiagnosticsSettings(Section):

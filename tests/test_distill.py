@@ -21,6 +21,7 @@ from opd.errors import CheckpointError, PreflightError, RunDirectoryError
 from opd.export import export_run
 from opd.launch import Request, launch
 from opd.metrics import METRICS
+from opd.samplers.hf import HfSampler
 
 UNREPEATABLE = ("_seconds", "per_second", "memory", "time")
 
@@ -230,6 +231,20 @@ def test_a_model_that_was_swapped_under_its_name_is_refused_before_the_run_goes_
     assert refused.value.where == str(copy)
     assert "model.safetensors" in refused.value.why
     assert [record["step"] for record in metrics_of(tmp_path / "one")] == [1]
+
+
+def test_the_teacher_completes_the_held_out_prompts_once_and_no_others(arguments, tmp_path, monkeypatch):
+    generate, asked = HfSampler.generate, []
+
+    def counting(sampler, prompts, *more):
+        asked.append(len(prompts))
+        return generate(sampler, prompts, *more)
+
+    monkeypatch.setattr(HfSampler, "generate", counting)
+    here(arguments, "train.steps=1", f"run.dir={tmp_path}", "run.name=one", "eval.prompts=5", "rollout.prompts=3")
+    student_before, teacher, step, student_after = asked
+    assert student_before == teacher == student_after == 5
+    assert step == 3
 
 
 def test_a_run_in_which_most_tokens_teach_nothing_says_so_once(arguments, tmp_path, capsys):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import struct
 from collections.abc import Collection, Mapping
@@ -30,7 +31,7 @@ Shape = tuple[int, ...]
 def check_files(model: str, config: Any, role: str) -> None:
     """Reads the headers of a local folder's *.safetensors, which costs no weights.
 
-    Raises PreflightError where a file is missing or cut short, or where a tensor is not of the shape that the configuration
+    Raises PreflightError where a file is missing or cut short, or where a tensor is not of the size that the configuration
     gives it. Models from the hub and *.bin files are left to `check_loaded`.
     """
     folder = Path(model)
@@ -41,11 +42,12 @@ def check_files(model: str, config: Any, role: str) -> None:
     for file in _files(folder, role):
         for name, shape in _read_header(file, role).items():
             configured = wanted.get(name, wanted.get(f"{prefix}.{name}"))
-            if configured is not None and shape != configured:
+            # transformers transposes some tensors as it loads them, so that here only the sizes count.
+            if configured is not None and math.prod(shape) != math.prod(configured):
                 raise _misfit(role, model, name, shape, configured, str(file))
 
 
-def check_loaded(model: nn.Module, info: Mapping[str, Any], name: str, role: str) -> None:
+def check_loaded(model: Any, info: Mapping[str, Any], name: str, role: str) -> None:
     """Raises PreflightError where transformers reports weights as missing, as left out or as of another shape.
 
     Weights of parts that the model does not have at all (a vision tower, layers for the prediction of several tokens) may be
@@ -69,20 +71,28 @@ def check_loaded(model: nn.Module, info: Mapping[str, Any], name: str, role: str
         )
 
 
-def _is_own(key: str, model: nn.Module) -> bool:
+def _is_own(key: str, model: Any) -> bool:
     """Whether a stored weight that was not used belongs to the layers that the model has, or to one more of them."""
     if not key.endswith((".weight", ".bias")):
         return False  # buffers of old versions, scales of caches
     modules = dict(model.named_modules())
-    for name in (key, f"{getattr(model, 'base_model_prefix', '')}.{key}"):
-        holder = name.rpartition(".")[0]
-        if holder in modules:
+    for name in (key, f"{model.base_model_prefix}.{key}"):
+        holder = modules.get(name.rpartition(".")[0])
+        if holder is not None:
             # GPT-2's attn.bias is a stored mask: the module has no parameters of its own.
-            return any(True for _ in modules[holder].parameters(recurse=False))
+            return any(True for _ in holder.parameters(recurse=False))
         parts = name.split(".")
-        if any(isinstance(modules.get(".".join(parts[:depth])), nn.ModuleList) for depth in range(1, len(parts))):
-            return True
+        for depth in range(1, len(parts) - 1):
+            layers = modules.get(".".join(parts[:depth]))
+            if isinstance(layers, nn.ModuleList):
+                return not _predicts_several(parts[depth], len(layers), model.config.get_text_config())
     return False
+
+
+def _predicts_several(index: str, layers: int, config: Any) -> bool:
+    """Whether a stored layer comes after the last and is for the prediction of several tokens, as the configuration says."""
+    several = getattr(config, "num_nextn_predict_layers", None) or 0
+    return index.isdecimal() and layers <= int(index) < layers + several
 
 
 def _configured_shapes(config: Any) -> dict[str, Shape]:

@@ -177,6 +177,9 @@ def test_what_other_tools_store_beside_a_model_is_no_reason_to_refuse_it(tmp_pat
         },
     )
     assert load(folder).lm_head.weight.shape == (64, 32)
+    third_layer = {"model.layers.2.input_layernorm.weight": torch.ones(32)}
+    assert load(edited(with_tensors(folder, third_layer), num_nextn_predict_layers=1)).model.norm.weight.shape == (32,)
+    assert "hold model.layers.2." in refusal(edited(folder, num_nextn_predict_layers=0))
 
 
 def test_a_trunk_stored_without_its_prefix_is_the_same_model(tmp_path):

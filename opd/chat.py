@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from string import Formatter
-from typing import Any
+from typing import Any, Protocol
 
 from opd.config import ChatSettings
 from opd.errors import ConfigError, DataError, PreflightError
@@ -14,6 +14,24 @@ from opd.errors import ConfigError, DataError, PreflightError
 Ids = tuple[int, ...]
 RESERVED_KWARGS = ("tokenize", "return_dict", "return_tensors", "add_generation_prompt", "continue_final_message")
 """What `apply_chat_template` is called with here, so no business of a recipe."""
+
+
+class PromptRenderer(Protocol):
+    """What turns rows of the data into prompt ids."""
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a user should know about the settings, one sentence each."""
+
+    @property
+    def columns(self) -> set[str]:
+        """Columns that it reads, besides the prompt."""
+
+    def check(self, row: Mapping[str, Any], column: str) -> None:
+        """Raises DataError, without the place of the row, where the row does not fit the settings; tokenises nothing."""
+
+    def render(self, row: Mapping[str, Any], column: str) -> tuple[Ids, Ids]:
+        """Returns the student's and the teacher's prompt ids for the prompt in `column` of `row`."""
 
 
 class Renderer:

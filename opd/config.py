@@ -146,6 +146,15 @@ class TeacherSettings(Section):
         return self
 
 
+class RoutedTeacher(TeacherSettings):
+    """One of several teachers, and the prompts that are its own."""
+
+    match: dict[str, Any] = Field(default_factory=dict)
+    """Columns of the data and the value that each has to have (or a list of values) for a prompt to go to this teacher; empty = any prompt. The first teacher whose rule fits has the prompt."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Share of the prompts among teachers with the same rule."""
+
+
 class DataSource(Section):
     """Where prompts come from. On the command line: `file.jsonl,prompt=question` or `hf://org/name@revision,name=main,split=train,prompt=question`."""
 
@@ -417,12 +426,14 @@ class RunSettings(Section):
 
 
 class Config(Section):
-    """A whole run. Every field has a default except student.model, teacher.model and data.train."""
+    """A whole run. Every field has a default except student.model, teacher.model (or teachers) and data.train."""
 
     student: StudentSettings = StudentSettings()
     """The model that is trained."""
     teacher: TeacherSettings = TeacherSettings()
     """The model that marks every token."""
+    teachers: list[RoutedTeacher] = Field(default_factory=list)
+    """Several teachers instead of one, each with its own rule, kind and address."""
     data: DataSettings = DataSettings()
     """The prompts."""
     rollout: RolloutSettings = RolloutSettings()
@@ -445,3 +456,8 @@ class Config(Section):
     """Saving and keeping."""
     run: RunSettings = RunSettings()
     """The run directory."""
+
+    @property
+    def all_teachers(self) -> list[TeacherSettings]:
+        """The teacher, or the teachers."""
+        return [*self.teachers] or [self.teacher]

@@ -33,14 +33,14 @@ def check(config: Config, *, complete: bool, bad: Collection[str] = ()) -> list[
         *_paths(config),
     ]
     if complete:
-        findings += [*_required(config, bad), *_models(config)]
+        findings += [*_required(config, bad), *_models(config), *_teachers(config)]
     return [finding for finding in findings if not set(bad).intersection(finding.keys)]
 
 
 def _required(config: Config, bad: Collection[str]) -> list[Check]:
     missing = {
         "student.model": (config.student.model, "--student FOLDER_OR_HUB_NAME"),
-        "teacher.model": (config.teacher.name, "--teacher FOLDER_OR_HUB_NAME_OR_URL"),
+        "teacher.model": ([t for t in config.all_teachers if t.name], "--teacher FOLDER_OR_HUB_NAME_OR_URL"),
         "data.train": (config.data.train, "--data FILE.jsonl,prompt=COLUMN"),
     }
     absent = {
@@ -65,7 +65,8 @@ def _models(config: Config) -> list[Check]:
 
 
 def _model_names(config: Config) -> list[tuple[str, str]]:
-    return [("student", config.student.model), ("teacher", config.teacher.model)]
+    teachers = [(f"teachers[{i}]", teacher.model) for i, teacher in enumerate(config.teachers)]
+    return [("student", config.student.model), ("teacher", config.teacher.model), *teachers]
 
 
 def _model_folder(key: str, name: str) -> Check | None:
@@ -90,6 +91,25 @@ def _model_folder(key: str, name: str) -> Check | None:
     return Check(
         (key,), f"{key}: {name} has no {' and no '.join(lacking)}.", why=f"it holds {holds}", fix=f"name {expected}"
     )
+
+
+def _teachers(config: Config) -> list[Check]:
+    if not config.teachers:
+        return []
+    nameless = [f"teachers[{i}]" for i, teacher in enumerate(config.teachers) if not teacher.name]
+    findings = [
+        Check((key,), f"{key} has neither a model nor urls.", fix="give it a model: a folder, a hub name or a URL")
+        for key in nameless
+    ]
+    if config.teacher.name:
+        findings.append(
+            Check(
+                ("teacher", "teachers"),
+                "There is a teacher, and there are teachers.",
+                fix="leave teacher out; a prompt that no rule fits goes to a last one of teachers without match",
+            )
+        )
+    return findings
 
 
 def _temperatures(config: Config) -> list[Check]:

@@ -23,7 +23,7 @@ from opd.tables import Table, columns_of, kind_of, pick
 from opd.types import Prompt
 
 if TYPE_CHECKING:
-    from opd.chat import Renderer
+    from opd.chat import PromptRenderer
 
 __all__ = ["LoadedData", "LoadedSource", "PromptStream", "heldout_prompts", "load_sources", "parse_source"]
 
@@ -81,7 +81,7 @@ def load_sources(settings: DataSettings) -> LoadedData:
 
 
 def heldout_prompts(
-    data: LoadedData, renderer: Renderer, settings: DataSettings, count: int, seed: int
+    data: LoadedData, renderer: PromptRenderer, settings: DataSettings, count: int, seed: int
 ) -> tuple[list[Prompt], LoadedData]:
     """Returns up to `count` held-out prompts, and the data without them.
 
@@ -129,7 +129,7 @@ class PromptStream:
     that no run dies of it halfway.
     """
 
-    def __init__(self, data: LoadedData, renderer: Renderer, settings: DataSettings, seed: int) -> None:
+    def __init__(self, data: LoadedData, renderer: PromptRenderer, settings: DataSettings, seed: int) -> None:
         if not data.sources:
             raise DataError("There are no training prompts.", where="data.train", fix="name a source with --data")
         self._digests = [_check_rows(source, renderer) for source in data.sources]
@@ -214,7 +214,7 @@ class PromptStream:
 class _View:
     """The rows of a source as prompts, tokenised when they are drawn."""
 
-    def __init__(self, source: LoadedSource, renderer: Renderer, settings: DataSettings) -> None:
+    def __init__(self, source: LoadedSource, renderer: PromptRenderer, settings: DataSettings) -> None:
         self.source = source
         self.limit = settings.max_prompt_tokens
         self.truncate = settings.overlong == "truncate_left"
@@ -268,7 +268,7 @@ def _load(source: DataSource) -> LoadedSource:
     return LoadedSource(source, table.rows, range(len(table.rows)), digests, table)
 
 
-def _check_rows(source: LoadedSource, renderer: Renderer) -> str:
+def _check_rows(source: LoadedSource, renderer: PromptRenderer) -> str:
     """Returns a digest of all that the prompts are made of, the same in every process; raises DataError for a row that does not fit."""
     column = source.settings.prompt
     columns = sorted({column, *renderer.columns})

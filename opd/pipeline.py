@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from opd.chat import Renderer
+from opd.chat import PromptRenderer, Renderer
 from opd.config import Config
 from opd.data import PromptStream, heldout_prompts, load_sources
 from opd.errors import PreflightError
@@ -16,6 +16,7 @@ from opd.models import load_model_config, load_tokenizer, resolve_device
 from opd.samplers import Sampler, build_sampler
 from opd.student import Student
 from opd.teachers import Scorer, TeacherCard, build_teacher, find_teacher
+from opd.teachers.router import RoutedRenderer, Routes
 from opd.vocab import compare
 from opd.weights import check_files
 
@@ -44,13 +45,16 @@ def build_pipeline(
     phase("reading the data")
     rows = load_sources(config.data)
     phase("comparing the tokenizers")
-    card = find_teacher(config.teacher, warn)
-    identities = {"student": identity_of(config.student.model, config.student.revision), "teacher": card.identity}
-    require_same_models(begun_with, identities, {"student": config.student.model, "teacher": card.name})
-    vocab_size = check_pair(config, card, warn)
+    cards = [find_teacher(settings, warn) for settings in config.all_teachers]
+    identities = {"student": identity_of(config.student.model, config.student.revision)}
+    names = {"student": config.student.model}
+    for number, card in enumerate(cards):
+        role = f"teacher {number + 1}" if config.teachers else "teacher"
+        identities[role], names[role] = card.identity, card.name
+    require_same_models(begun_with, identities, names)
+    vocab_size = min(check_pair(config, card, warn) for card in cards)
     check_weights(config)
-    student_tokenizer = load_tokenizer(config.student.model, config.student.revision, "student")
-    renderer = Renderer(student_tokenizer, config.student.prompt, card.tokenizer, config.teacher.prompt)
+    renderer = build_renderer(config, cards)
     heldout, rest = heldout_prompts(rows, renderer, config.data, config.eval.prompts, config.run.seed)
     prompts = PromptStream(rest, renderer, config.data, config.run.seed)
     for warning in renderer.warnings:
@@ -59,8 +63,8 @@ def build_pipeline(
         warn(f"the data has room for {len(heldout)} held-out prompts, not the {config.eval.prompts} of eval.prompts")
     if resolve_device(config.student.device).type == "cpu":
         keep_freed_memory()
-    phase(f"loading the teacher {card.name}")
-    teacher = build_teacher(config, card, vocab_size)
+    phase(f"loading the teacher {', '.join(card.name for card in cards)}")
+    teacher = build_teacher(config, cards, vocab_size)
     phase(f"loading the student {config.student.model}")
     student = Student(config, vocab_size)
     phase("starting the sampler")
@@ -69,11 +73,21 @@ def build_pipeline(
     return Pipeline(prompts, sampler, teacher, student, evaluator, identities)
 
 
+def build_renderer(config: Config, cards: Sequence[TeacherCard]) -> PromptRenderer:
+    """Returns what renders prompts for the student and for the teacher that each belongs to."""
+    student_tokenizer = load_tokenizer(config.student.model, config.student.revision, "student")
+    renderers = [
+        Renderer(student_tokenizer, config.student.prompt, card.tokenizer, settings.prompt)
+        for card, settings in zip(cards, config.all_teachers, strict=True)
+    ]
+    return RoutedRenderer(renderers, Routes(config.teachers, config.run.seed)) if config.teachers else renderers[0]
+
+
 def check_weights(config: Config) -> None:
     """Raises PreflightError where a local folder's weights are cut short or do not fit its configuration."""
     models = [("student", config.student.model, config.student.revision)]
-    if config.teacher.resolved_kind == "local":
-        models.append(("teacher", config.teacher.model, config.teacher.revision))
+    local = [teacher for teacher in config.all_teachers if teacher.resolved_kind == "local"]
+    models += [("teacher", teacher.model, teacher.revision) for teacher in local]
     for role, model, revision in models:
         check_files(model, load_model_config(model, revision, role), role)
 

@@ -21,6 +21,11 @@ MAY_CHANGE = (
     "run.save_rollouts",
     "student.gradient_checkpointing",
     "teacher.batch_tokens",
+    "teacher.urls",
+    "teacher.window",
+    "teacher.timeout",
+    "teacher.max_wait",
+    "teacher.hedge_after",
     "train.microbatch_tokens",
     "loss.chunk_tokens",
     "vllm.gpu_memory_utilization",
@@ -28,7 +33,7 @@ MAY_CHANGE = (
     "vllm.max_concurrent",
     "vllm.sleep",
 )
-"""Keys of a resumed run that may be given anew: how long it goes on, who is told, how much memory it takes."""
+"""Keys of a resumed run that may be given anew: how long it goes on, who is told, how much memory it takes, where the teacher is."""
 
 
 def resolve_resume(name: str, folder: Path) -> RunDirectory:

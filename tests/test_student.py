@@ -53,7 +53,7 @@ def exact(student, rollouts, k):
 
 
 def teacher_of(config):
-    return build_teacher(config, find_teacher(config.teacher, pytest.fail), VOCABULARY)
+    return build_teacher(config, [find_teacher(config.teacher, pytest.fail)], VOCABULARY)
 
 
 def scored_by(config, student, k=4):

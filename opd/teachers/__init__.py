@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -48,8 +48,10 @@ class Scorer(Protocol):
     """A teacher as the loop sees it."""
 
     capabilities: TeacherCapabilities
-    busy_seconds: float
-    """Time in which it had rollouts to score, since it was made."""
+
+    @property
+    def busy_seconds(self) -> float:
+        """Time in which it had rollouts to score, since it was made."""
 
     def score(self, rollouts: Iterable[Rollout], request: ScoreRequest) -> Iterator[ScoredRollout]:
         """Yields each rollout once with its scores; rollouts are taken from the stream as they are finished.
@@ -121,8 +123,14 @@ def find_teacher(settings: TeacherSettings, warn: Callable[[str], None]) -> Teac
             raise NotImplementedError
 
 
-def build_teacher(config: Config, card: TeacherCard, vocab_size: int) -> Scorer:
-    """Returns the teacher, checked against what the loss will ask of it; one in this process loads its weights now."""
-    teacher = card.load(vocab_size)
-    check_request(request_for(config.loss, config.diagnostics.k), teacher.capabilities, card.name)
-    return teacher
+def build_teacher(config: Config, cards: Sequence[TeacherCard], vocab_size: int) -> Scorer:
+    """Returns the teacher, or the teachers as one, checked against what the loss will ask; those in this process load now."""
+    request = request_for(config.loss, config.diagnostics.k)
+    scorers = [card.load(vocab_size) for card in cards]
+    for scorer, card in zip(scorers, cards, strict=True):
+        check_request(request, scorer.capabilities, card.name)
+    if not config.teachers:
+        return scorers[0]
+    from opd.teachers.router import RoutedScorer, Routes
+
+    return RoutedScorer(scorers, Routes(config.teachers, config.run.seed))

@@ -34,7 +34,7 @@ LOCK, BENCH = ROOT / "requirements" / "cpu.lock", ROOT / "requirements" / "bench
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 OLDEST = (3, 11)
 TRIED = ("python3.11", "python3.12", "python3.13")
-EXTRAS = {"gpu": "vllm,lora,tools,dev", "plain": "lora,tools,dev"}
+EXTRAS = {"gpu": "vllm,server,lora,tools,dev", "plain": "server,lora,tools,dev"}
 IMPORTED = {"cpu": "torch, transformers, vllm", "gpu": "torch, transformers, vllm", "plain": "torch, transformers"}
 
 

@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
 
@@ -46,6 +47,7 @@ def serve(request: ServeRequest, announce: Callable[[str], None]) -> None:
     a port that is taken, all before the model is loaded.
     """
     token = os.environ.get(TOKEN_VARIABLE) or None
+    _check_installed()
     _check_reachable(request, token)
     _check_certificates(request)
     _check_dtype(request)
@@ -115,6 +117,13 @@ def _listen(host: str, port: int) -> socket.socket:
             fix="choose another --port (0 = any free one)",
         ) from error
     return listener
+
+
+def _check_installed() -> None:
+    if missing := [name for name in ("starlette", "uvicorn", "prometheus_client") if find_spec(name) is None]:
+        raise ConfigError(
+            f"The server needs {', '.join(missing)}.", where="opd teacher serve", fix="pip install 'opd[server]'"
+        )
 
 
 def _check_reachable(request: ServeRequest, token: str | None) -> None:

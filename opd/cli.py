@@ -91,6 +91,9 @@ def distill(
     resume: Annotated[
         str | None, typer.Option(metavar="RUN", help="Go on with a run directory; auto: the newest with a checkpoint.")
     ] = None,
+    replay: Annotated[
+        str | None, typer.Option(metavar="RUN", help="Train on what a run with teacher.cache recorded.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Remove an earlier run of the same name.")] = False,
     json_output: Json = False,
     debug: Debug = False,
@@ -117,7 +120,7 @@ def distill(
             "output": output,
         }
         recipes, overrides = _sorted_out(arguments)
-        answer(launch(Request(recipes, overrides, flags, resume, force, json_output)))
+        answer(launch(Request(recipes, overrides, flags, resume, replay, force, json_output)))
 
 
 @teacher_app.command("serve")

@@ -120,6 +120,8 @@ class TeacherSettings(Section):
     """Seconds that a server may take for one request before it is asked of another."""
     max_wait: Annotated[float, Field(ge=0)] = 600.0
     """Seconds for which a run waits while no server answers; then it saves a checkpoint and stops."""
+    cache: PathOrName | None = None
+    """Folder in which scored rollouts are kept: a resumed or repeated run does not ask for them again, and `opd distill --replay` trains on them. With loss.support=full it holds the teacher's hidden states, 2 to 4 bytes × the hidden size a token."""
     hedge_after: Annotated[float, Field(gt=0)] | None = None
     """Seconds after which a request that has no answer is asked of a second server too; null = never."""
 
@@ -417,6 +419,8 @@ class RunSettings(Section):
     """Folder under which run directories are made."""
     name: str | None = None
     """Name of the run directory; default <date>-<student>-<n>."""
+    replay: PathOrName | None = None
+    """A run whose recorded rollouts and scores (`teacher.cache`) are trained on, without sampler or teacher; `--replay` sets it."""
     seed: int = 0
     """Every random choice is a function of this seed, the step, the prompt and the sample."""
     trackers: list[Literal["trackio", "wandb", "tensorboard"]] = Field(default_factory=list)

@@ -65,6 +65,8 @@ def _models(config: Config) -> list[Check]:
 
 
 def _model_names(config: Config) -> list[tuple[str, str]]:
+    if config.run.replay is not None:
+        return [("student", config.student.model)]
     teachers = [(f"teachers[{i}]", teacher.model) for i, teacher in enumerate(config.teachers)]
     return [("student", config.student.model), ("teacher", config.teacher.model), *teachers]
 

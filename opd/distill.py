@@ -237,6 +237,7 @@ def rollout_records(update: Update, student: Student) -> Iterator[dict[str, Any]
             "policy_version": rollout.policy_version,
             "sampler_logprobs": rounded(rollout.logprobs),
             **{name: rounded(parts[number]) for name, parts in split.items()},
+            **({"recorded_as": item.recorded_as} if item.recorded_as else {}),
         }
 
 

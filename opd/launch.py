@@ -29,6 +29,8 @@ class Request:
     """By the names in `recipes.FLAGS`; None = not given."""
     resume: str | None = None
     """A run directory or "auto"."""
+    replay: str | None = None
+    """A run directory whose recorded scored rollouts are trained on."""
     force: bool = False
     json_output: bool = False
 
@@ -95,7 +97,14 @@ def launch(request: Request) -> dict[str, Any]:
 
 
 def _new(request: Request) -> tuple[RunDirectory, LoadedConfig, Checkpoint | None]:
-    loaded = load_config(request.recipes, request.overrides, request.flags)
+    recipes, overrides = [*request.recipes], [*request.overrides]
+    if request.replay is not None:
+        # The run's own configuration comes first, so that everything else may differ; its name cannot be had twice.
+        recipes.insert(0, str(RunDirectory.open(request.replay).config_file))
+        overrides += [f"run.replay={request.replay}"]
+        named = any(text.startswith("run.name=") for text in overrides) or (request.flags or {}).get("output")
+        overrides += [] if named else ["run.name=null"]
+    loaded = load_config(recipes, overrides, request.flags)
     require_installed(loaded.config.run.trackers)
     return RunDirectory.create(loaded, force=request.force), loaded, None
 
@@ -106,8 +115,8 @@ def _resumed(request: Request) -> tuple[RunDirectory, LoadedConfig, Checkpoint |
     Raises CheckpointError where all are torn.
     """
     assert request.resume is not None
-    if request.recipes or request.force:
-        given = request.recipes[0] if request.recipes else "--force"
+    if request.recipes or request.force or request.replay:
+        given = request.recipes[0] if request.recipes else "--force" if request.force else "--replay"
         raise ConfigError(
             f"{given} cannot be used with --resume.",
             why="a resumed run goes on with the configuration in its own directory",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from opd.chat import PromptRenderer, Renderer
-from opd.config import Config
+from opd.config import Config, SyncSettings
 from opd.data import PromptStream, heldout_prompts, load_sources
 from opd.errors import PreflightError
 from opd.evals import Evaluator
@@ -20,12 +22,15 @@ from opd.teachers.router import RoutedRenderer, Routes
 from opd.vocab import compare
 from opd.weights import check_files
 
+if TYPE_CHECKING:
+    from opd.replay import ReplayedPrompts
+
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
     """The stages of the loop."""
 
-    prompts: PromptStream
+    prompts: PromptStream | ReplayedPrompts
     sampler: Sampler
     teacher: Scorer
     student: Student
@@ -42,6 +47,8 @@ def build_pipeline(
     `phase` is told what is going on, `warn` what a user should know. `begun_with`: the models of a run that is resumed, as
     far as they are known. Raises DataError and PreflightError.
     """
+    if config.run.replay is not None:
+        return _replayed(config, phase, begun_with)
     phase("reading the data")
     rows = load_sources(config.data)
     phase("comparing the tokenizers")
@@ -71,6 +78,22 @@ def build_pipeline(
     sampler = build_sampler(config, student, warn)
     evaluator = Evaluator(config, heldout, teacher, teacher_writer(config, teacher)) if heldout else None
     return Pipeline(prompts, sampler, teacher, student, evaluator, identities)
+
+
+def _replayed(config: Config, phase: Callable[[str], None], begun_with: Mapping[str, Identity]) -> Pipeline:
+    """The stages of a run that trains on what another one recorded; there is nobody to evaluate it with."""
+    from opd.replay import ReplayedPrompts, ReplayedSampler, ReplayedTeacher, open_recording
+
+    phase(f"reading what {config.run.replay} recorded")
+    recording = open_recording(config)
+    identities = {"student": identity_of(config.student.model, config.student.revision)}
+    require_same_models(begun_with, identities, {"student": config.student.model})
+    phase(f"loading the student {config.student.model}")
+    # The rollouts are another policy's as soon as the student moves otherwise than it did then.
+    student = Student(config.model_copy(update={"sync": SyncSettings(max_mismatch=math.inf)}), recording.vocab_size)
+    return Pipeline(
+        ReplayedPrompts(recording), ReplayedSampler(recording), ReplayedTeacher(recording), student, None, identities
+    )
 
 
 def build_renderer(config: Config, cards: Sequence[TeacherCard]) -> PromptRenderer:
@@ -137,8 +160,11 @@ def check_pair(config: Config, card: TeacherCard, warn: Callable[[str], None]) -
 def teacher_writer(config: Config, teacher: Scorer) -> Sampler | None:
     """Returns a sampler over the in-process teacher, for the evaluation on the teacher's own completions."""
     from opd.samplers.hf import HfSampler
+    from opd.teachers.cache import CachedScorer
     from opd.teachers.local import LocalTeacher
 
+    if isinstance(teacher, CachedScorer):
+        teacher = teacher.teacher
     if not config.eval.teacher_completions or not isinstance(teacher, LocalTeacher):
         return None
     return HfSampler(

@@ -140,6 +140,8 @@ class ScoredRollout:
     scores: TeacherScores
     head: Head | None = None
     """The output head that `scores.hidden` is to be read with; None for other scores."""
+    recorded_as: str = ""
+    """Its key in the score cache, where there is one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from opd.config import Config, LossSettings, TeacherSettings
@@ -126,9 +127,16 @@ def find_teacher(settings: TeacherSettings, warn: Callable[[str], None]) -> Teac
 def build_teacher(config: Config, cards: Sequence[TeacherCard], vocab_size: int) -> Scorer:
     """Returns the teacher, or the teachers as one, checked against what the loss will ask; those in this process load now."""
     request = request_for(config.loss, config.diagnostics.k)
-    scorers = [card.load(vocab_size) for card in cards]
-    for scorer, card in zip(scorers, cards, strict=True):
+    scorers: list[Scorer] = []
+    for card, settings in zip(cards, config.all_teachers, strict=True):
+        scorer = card.load(vocab_size)
         check_request(request, scorer.capabilities, card.name)
+        if settings.cache is not None:
+            from opd.teachers.cache import CachedScorer
+
+            identity = {**card.identity, "dtype": settings.dtype}
+            scorer = CachedScorer(scorer, Path(settings.cache), identity, vocab_size)
+        scorers.append(scorer)
     if not config.teachers:
         return scorers[0]
     from opd.teachers.router import RoutedScorer, Routes

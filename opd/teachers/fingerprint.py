@@ -28,6 +28,10 @@ def weights_fingerprint(model: Any) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        # numpy has no bfloat16, and sha256 wants bytes.
-        digest.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy())
+        digest.update(raw_bytes(tensor))
     return digest.hexdigest()
+
+
+def raw_bytes(tensor: torch.Tensor) -> bytes:
+    """Returns a tensor's bytes; numpy has no bfloat16, so it goes by way of uint8."""
+    return tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes()

@@ -10,7 +10,9 @@ so generation with a cache goes on as usual.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +26,16 @@ from opd.types import Segments
 SEGMENTED = "opd_segmented"
 
 
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What a model remembers of a prompt: enough to go on from its end without reading it again."""
+
+    layers: Sequence[tuple[Tensor, Tensor]]
+    """Keys and values [1, kv_heads, P, head_dim] of every layer, positions applied."""
+    last_hidden: Tensor
+    """[D] final hidden state of the last token, which predicts the next."""
+
+
 def segmented_attention(
     module: nn.Module,
     query: Tensor,
@@ -34,6 +46,8 @@ def segmented_attention(
     scaling: float | None = None,
     segments: Segments | None = None,
     mask_cache: dict[tuple[int, int, int | None], Tensor | None] | None = None,
+    prefixes: Sequence[Prefix] = (),
+    kept: list[tuple[Tensor, Tensor]] | None = None,
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -41,6 +55,7 @@ def segmented_attention(
 
     query [1, heads, N, head_dim], key and value [1, kv_heads, N, head_dim], N = the sum of the segments' lengths.
     attention_mask is ignored when segments are given; mask_cache keeps this forward pass's masks from layer to layer.
+    `prefixes` are those that `segments.prefixes` counts; every layer adds its keys and values to `kept`.
     """
     if segments is None:
         return sdpa_attention_forward(
@@ -48,6 +63,8 @@ def segmented_attention(
         )
     if kwargs.get("softcap") or kwargs.get("s_aux") is not None:
         raise ValueError("softcapped scores and attention sinks are not computed here")
+    if kept is not None:
+        kept.append((key, value))
     compute_dtype = query.dtype
     if query.device.type == "cpu" and compute_dtype == torch.bfloat16:
         # PyTorch's CPU kernel is slower in bfloat16 than in float32 on segments this short: 1.6 times, forward and backward.
@@ -61,8 +78,10 @@ def segmented_attention(
     outputs = []
     for number, q in enumerate(queries):
         chain = segments.chain(number)
+        before = _before(segments, number, prefixes, module, groups, q.dtype)
         k, v = (
-            torch.cat([part[i] for i in chain], dim=2) if len(chain) > 1 else part[number] for part in (keys, values)
+            torch.cat([*first, *(part[i] for i in chain)], dim=2) if first or len(chain) > 1 else part[number]
+            for first, part in zip(before, (keys, values), strict=True)
         )
         kind = (q.shape[2], k.shape[2], sliding_window)
         if kind not in masks:
@@ -74,6 +93,16 @@ def segmented_attention(
             )
         )
     return torch.cat(outputs, dim=2).transpose(1, 2).to(compute_dtype).contiguous(), None
+
+
+def _before(
+    segments: Segments, number: int, prefixes: Sequence[Prefix], module: nn.Module, groups: int, dtype: torch.dtype
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Keys and values of the prefix that a segment continues; nothing where it continues none."""
+    if not segments.prefixes or segments.prefixes[number] < 0:
+        return [], []
+    key, value = prefixes[segments.prefixes[number]].layers[cast(int, module.layer_idx)]
+    return [repeat_kv(key.to(dtype), groups)], [repeat_kv(value.to(dtype), groups)]
 
 
 def _mask(length: int, visible: int, window: int | None, device: torch.device) -> Tensor | None:

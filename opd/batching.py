@@ -6,7 +6,7 @@ it is the one of the token before it; for the first completion token that is the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -54,16 +54,22 @@ def in_order(scored: Iterable[ScoredRollout]) -> list[ScoredRollout]:
 
 
 def lay_out(
-    sequences: Sequence[tuple[Sequence[int], Tensor]], *, packed: bool, device: torch.device | str = "cpu"
+    sequences: Sequence[tuple[Sequence[int], Tensor]],
+    *,
+    packed: bool,
+    device: torch.device | str = "cpu",
+    remembered: Mapping[tuple[int, ...], int] | None = None,
 ) -> Microbatch:
     """Returns the (prompt ids, completion ids [T]) pairs laid out for one forward pass.
+
+    `remembered`: prompt → its number, for those whose keys and values are at hand, so that they need not be in the row.
 
     The last token of a sequence predicts nothing and is left out. Padding goes to the right, where no real token attends
     to it, so neither layout needs an attention mask.
     """
     if any(not len(prompt) or not len(ids) for prompt, ids in sequences):
         raise ValueError("a sequence needs at least one prompt token and one completion token")
-    batch = _packed(sequences) if packed else _padded(sequences)
+    batch = _packed(sequences, remembered or {}) if packed else _padded(sequences)
     return replace(
         batch,
         input_ids=batch.input_ids.to(device),
@@ -83,15 +89,16 @@ def _padded(sequences: Sequence[tuple[Sequence[int], Tensor]]) -> Microbatch:
     return Microbatch(rows, positions, None, torch.cat(index))
 
 
-def _packed(sequences: Sequence[tuple[Sequence[int], Tensor]]) -> Microbatch:
+def _packed(sequences: Sequence[tuple[Sequence[int], Tensor]], remembered: Mapping[tuple[int, ...], int]) -> Microbatch:
     """One row: what all prompts begin with, then every distinct prompt and its completions."""
     answers: dict[tuple[int, ...], list[int]] = {}
     for number, (prompt, _) in enumerate(sequences):
         answers.setdefault(tuple(prompt), []).append(number)
-    shared = _common_prefix(list(answers))
-    tokens, positions, lengths, parents = [], [], [], []
+    in_row = [prompt for prompt in answers if prompt not in remembered]
+    shared = _common_prefix(in_row)
+    tokens, positions, lengths, parents, prefixes = [], [], [], [], []
 
-    def add(ids: Sequence[int] | Tensor, start: int, parent: int) -> int:
+    def add(ids: Sequence[int] | Tensor, start: int, parent: int, prefix: int = -1) -> int:
         """Appends a segment whose first token is at position `start`; an empty one is its parent."""
         if not len(ids):
             return parent
@@ -99,26 +106,38 @@ def _packed(sequences: Sequence[tuple[Sequence[int], Tensor]]) -> Microbatch:
         positions.append(torch.arange(start, start + len(ids)))
         lengths.append(len(ids))
         parents.append(parent)
+        prefixes.append(prefix)
         return len(lengths) - 1
 
     index: list[Tensor] = [torch.empty(0, dtype=torch.int64)] * len(sequences)
-    root = add(next(iter(answers))[:shared], 0, -1)
+    from_prefix: dict[int, int] = {}
+    spans = []
+    root = add(in_row[0][:shared], 0, -1) if in_row else -1
     for prompt, numbers in answers.items():
-        own, node = torch.tensor(prompt[shared:], dtype=torch.int64), root
+        prefix = remembered.get(prompt, -1)
+        known = len(prompt) if prefix >= 0 else shared
+        own, node = torch.tensor(prompt[known:], dtype=torch.int64), root if prefix < 0 else -1
         last_of_prompt = sum(lengths) + len(own) - 1 if len(own) else shared - 1
+        if prefix < 0:
+            spans.append((prompt, ((0, shared), (sum(lengths), sum(lengths) + len(own)))))
         if len(numbers) > 1:
             # A segment for its completions to share; a lone completion is in one with its prompt, which saves a call.
-            node, own = add(own, shared, root), own[:0]
+            node, own = add(own, shared, node), own[:0]
         for number in numbers:
             ids = sequences[number][1]
             start = sum(lengths) + len(own)
-            add(torch.cat([own, ids[:-1]]), len(prompt) - len(own), node)
+            add(torch.cat([own, ids[:-1]]), len(prompt) - len(own), node, prefix)
             index[number] = torch.cat([torch.tensor([last_of_prompt]), torch.arange(start, start + len(ids) - 1)])
+            if prefix >= 0:
+                from_prefix[number] = prefix
+    for number, prefix in from_prefix.items():
+        index[number][0] = sum(lengths) + prefix
     return Microbatch(
         input_ids=torch.cat(tokens)[None],
         position_ids=torch.cat(positions)[None],
-        segments=Segments(tuple(lengths), tuple(parents)),
+        segments=Segments(tuple(lengths), tuple(parents), tuple(prefixes) if from_prefix else ()),
         predicting_index=torch.cat(index),
+        prompt_spans=tuple(spans),
     )
 
 

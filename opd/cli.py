@@ -135,6 +135,9 @@ def teacher_serve(
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one request; more are answered 413.")] = 65_536,
     max_queue_tokens: Annotated[int, typer.Option(min=1, help="Tokens that may wait; then 503.")] = 262_144,
     max_topk: Annotated[int, typer.Option(min=1, help="Ids of a support at most.")] = 1024,
+    prefix_cache_tokens: Annotated[
+        int, typer.Option(min=0, help="Prompt tokens whose keys and values are remembered.")
+    ] = 8192,
     tls_certificate: Annotated[Path | None, typer.Option(metavar="PEM", help="Serve https.")] = None,
     tls_key: Annotated[Path | None, typer.Option(metavar="PEM", help="Key of the certificate.")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Listen beyond loopback without a token.")] = False,
@@ -158,6 +161,7 @@ def teacher_serve(
             max_queue_tokens=max_queue_tokens,
             max_tokens=max_tokens,
             max_topk=max_topk,
+            prefix_cache_tokens=prefix_cache_tokens,
             insecure=insecure,
             tls_certificate=tls_certificate,
             tls_key=tls_key,

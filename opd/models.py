@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from opd.attention import SEGMENTED
+from opd.attention import SEGMENTED, Prefix
 from opd.errors import PreflightError
 from opd.heads import head_of
 from opd.types import Microbatch
@@ -120,17 +121,44 @@ def decoder_of(model: Any) -> nn.Module:
     return base.get_decoder()
 
 
-def predicting_hidden(model: Any, batch: Microbatch) -> Tensor:
-    """Returns the hidden states [T, D] that predict the completion tokens; only they ever meet the head."""
+def predicting_hidden(
+    model: Any,
+    batch: Microbatch,
+    prefixes: Sequence[Prefix] = (),
+    remember: Callable[[tuple[int, ...], Prefix], None] | None = None,
+) -> Tensor:
+    """Returns the hidden states [T, D] that predict the completion tokens; only they ever meet the head.
+
+    `prefixes`: the remembered prompts that the batch continues. `remember` is given every prompt that the batch holds.
+    """
     extra: dict[str, Any] = {}
+    kept: list[tuple[Tensor, Tensor]] | None = None if remember is None else []
     if batch.segments is not None:
         # A 4-D mask is passed on untouched, so transformers does not build an N × N one that nobody reads.
         blank = torch.empty(1, 1, 1, 1, device=batch.input_ids.device)
-        extra = {"segments": batch.segments, "mask_cache": {}, "attention_mask": blank}
+        extra = {
+            "segments": batch.segments,
+            "mask_cache": {},
+            "attention_mask": blank,
+            "prefixes": prefixes,
+            "kept": kept,
+        }
     output = decoder_of(model)(
         input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **extra
-    ).last_hidden_state
-    return output.flatten(0, 1).index_select(0, batch.predicting_index)
+    ).last_hidden_state.flatten(0, 1)
+    if remember is not None and kept:
+        for prompt, spans in batch.prompt_spans:
+            layers = [(_spans(key, spans), _spans(value, spans)) for key, value in kept]
+            last = next(stop for start, stop in reversed(spans) if stop > start) - 1
+            remember(prompt, Prefix(layers, output[last].clone()))
+    if prefixes:
+        output = torch.cat([output, torch.stack([prefix.last_hidden for prefix in prefixes])])
+    return output.index_select(0, batch.predicting_index)
+
+
+def _spans(tensor: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
+    """A copy of some positions of [1, heads, N, head_dim]: a view would keep the whole row in memory."""
+    return torch.cat([tensor[:, :, start:stop] for start, stop in spans], dim=2)
 
 
 @torch.no_grad()

@@ -182,7 +182,9 @@ class Segments:
     lengths: tuple[int, ...]
     """Tokens of each segment, in the order of the row."""
     parents: tuple[int, ...]
-    """Number of the segment that each one continues; −1 = it begins a sequence."""
+    """Number of the segment that each one continues; −1 = it begins a sequence, or continues a prefix."""
+    prefixes: tuple[int, ...] = ()
+    """Number of the remembered prefix, not in the row, that each one continues; −1 = none. Empty = none anywhere."""
 
     def chain(self, number: int) -> tuple[int, ...]:
         """The segments that one attends to, from the beginning of its sequence to itself."""
@@ -209,4 +211,6 @@ class Microbatch:
     segments: Segments | None
     """The parts of the packed row; None in the padded layout."""
     predicting_index: Tensor
-    """[T] int64: flat index into R·L of the hidden state that predicts completion token t."""
+    """[T] int64: flat index into R·L of the hidden state that predicts completion token t; R·L + i is the last of prefix i."""
+    prompt_spans: tuple[tuple[tuple[int, ...], tuple[tuple[int, int], ...]], ...] = ()
+    """Packed: every prompt in the row, and where its tokens are, as (start, stop)."""

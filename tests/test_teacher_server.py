@@ -15,11 +15,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
+from opd.attention import Prefix
 from opd.config import TeacherSettings
 from opd.errors import ConfigError, PreflightError
-from opd.teachers import find_teacher, wire
+from opd.teachers import find_teacher, query_of, wire
 from opd.teachers.batcher import Batcher, QueueFull
-from opd.teachers.scoring import ScoringModel
+from opd.teachers.scoring import PrefixCache, ScoringModel
 from opd.teachers.serve import ServeRequest, serve
 from opd.teachers.server import ScoringServer, ServerSettings
 from opd.types import Prompt, Query, Rollout, ScoreRequest, TeacherScores
@@ -314,6 +315,39 @@ def test_metrics_count_tokens_and_answers(url):
     assert value(after, "opd_teacher_tokens_total") - value(before, "opd_teacher_tokens_total") == tokens
     name = 'opd_teacher_requests_total{status="200"}'
     assert value(after, name) - value(before, name) == 1
+
+
+def test_a_prompt_that_was_read_is_not_read_again_and_the_scores_are_the_same(two_models):
+    plain, remembering = (
+        ScoringModel(str(two_models[1]), None, "cpu", "float32", prefix_cache_tokens=tokens) for tokens in (0, 40)
+    )
+    read = []
+    remembering.model.get_decoder().register_forward_pre_hook(
+        lambda module, args, kwargs: read.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    rollouts = rollouts_of(12)
+    for group in (rollouts[:4], rollouts[4:8], rollouts[2:12], rollouts[:1], rollouts[:1]):
+        queries = [query_of(rollout, REQUESTS[3], VOCABULARY) for rollout in group]
+        ours, theirs = remembering.score(queries), plain.score(queries)
+        for mine, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine.support_logprobs, other.support_logprobs, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(mine.sampled_logprobs, other.sampled_logprobs, atol=1e-5, rtol=1e-5)
+    completions = [sum(len(r.token_ids) - 1 for r in group) for group in (rollouts[4:8], rollouts[2:12])]
+    assert read[1:3] == completions, "only completions are in the row, without their last tokens"
+    assert read[3] == read[4] == 5, "a row has at least one token: a prompt whose completion is one token is read again"
+
+
+def test_the_prompts_that_are_remembered_are_bounded():
+    cache = PrefixCache(10)
+    for number in range(5):
+        cache.put((number,) * 4, Prefix([], torch.zeros(1)))
+        cache.get((0,) * 4)
+    assert cache.tokens == 8
+    assert cache.get((0,) * 4) is not None
+    assert cache.get((3,) * 4) is None
+    assert cache.get((4,) * 4) is not None
+    cache.put((9,) * 11, Prefix([], torch.zeros(1)))
+    assert cache.tokens == 8
 
 
 class Recorder:

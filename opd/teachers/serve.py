@@ -35,6 +35,8 @@ class ServeRequest:
     max_queue_tokens: int = 262_144
     max_tokens: int = 65_536
     max_topk: int = 1024
+    prefix_cache_tokens: int = 8192
+    """Prompt tokens whose keys and values are remembered."""
     insecure: bool = False
     tls_certificate: Path | None = None
     tls_key: Path | None = None
@@ -67,7 +69,13 @@ def _serve_on(
     from opd.teachers.scoring import ScoringModel
     from opd.teachers.server import ScoringServer, ServerSettings
 
-    model = ScoringModel(request.model, request.revision, request.device, request.dtype)
+    model = ScoringModel(
+        request.model,
+        request.revision,
+        request.device,
+        request.dtype,
+        prefix_cache_tokens=request.prefix_cache_tokens,
+    )
     if model.device.type == "cpu":
         keep_freed_memory()
     server = ScoringServer(

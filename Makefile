@@ -1,12 +1,13 @@
 # Every target sets .venv up first; that takes no time when it is there.
 #
-#   make demo         distil SmolLM2-135M into a pruned copy of itself (DEMO_ARGS="train.steps=2" adds overrides)
+#   make demo         distil SmolLM2-135M into a pruned copy of itself (DEMO_ARGS="train.steps=2" adds overrides,
+#                     teacher=http://127.0.0.1:8100 names a server that opd teacher serve has started)
 #   make test         the default tests (TEST_ARGS="-k losses -x" goes to pytest)
 #   make test-slow    those marked slow
 #   make lint         ruff and mypy
 #   make golden       the losses against the golden files
 #   make schema       regenerates docs/configuration.md and recipes/schema.json; make check-schema only compares
-#   make bench        seconds a step, and the comparison with TRL
+#   make bench        seconds a step, the comparison with TRL, and the scoring server
 #   make clean        removes .venv and what tools leave behind; the models in the cache stay
 #
 # OPD_CACHE: where models and prompts are kept (default ~/.cache/opd). OPD_PYTHON: the Python that .venv is made with.
@@ -20,9 +21,10 @@ export OPD_CACHE OPD_PYTHON
 
 PYTHON := .venv/bin/python
 PRUNED := $(OPD_CACHE)/smollm2-135m-pruned
+teacher ?= $(OPD_CACHE)/smollm2-135m
 comma := ,
 DEMO_TASKS := coin_flip+lcm
-DEMO_MODELS := --teacher "$(OPD_CACHE)/smollm2-135m" --student "$(PRUNED)" \
+DEMO_MODELS := --teacher "$(teacher)" --student "$(PRUNED)" \
 	--data "$(OPD_CACHE)/reasoning-gym-$(DEMO_TASKS)-512/prompts.jsonl,prompt=question"
 SCHEMA := $(PYTHON) tools/generate.py
 
@@ -62,6 +64,7 @@ bench: demo-models
 	python3 tools/setup.py --bench
 	$(PYTHON) bench/step.py recipes/demo-cpu.yaml $(DEMO_MODELS)
 	$(PYTHON) bench/versus_trl.py $(DEMO_MODELS) $(BENCH_ARGS)
+	$(PYTHON) bench/teacher.py "$(OPD_CACHE)/smollm2-135m"
 
 setup:
 	@python3 tools/setup.py

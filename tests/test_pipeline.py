@@ -77,5 +77,5 @@ def test_weights_that_do_not_fit_their_configuration_are_known_before_any_are_lo
     )
     phases = []
     with pytest.raises(PreflightError, match=f"{role}'s model.layers.0.mlp"):
-        build_pipeline(config, phases.append, lambda _: None)
+        build_pipeline(config, phases.append, lambda _: None, {})
     assert not any("loading" in phase for phase in phases)

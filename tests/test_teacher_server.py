@@ -17,7 +17,7 @@ from safetensors.torch import save
 
 from opd.attention import Prefix
 from opd.config import TeacherSettings
-from opd.errors import ConfigError, PreflightError
+from opd.errors import ConfigError, PreflightError, TeacherUnavailable
 from opd.teachers import find_teacher, query_of, wire
 from opd.teachers.batcher import Batcher, QueueFull
 from opd.teachers.scoring import PrefixCache, ScoringModel
@@ -29,14 +29,14 @@ VOCABULARY, CONTEXT = 64, 256
 SMALL = ServerSettings(max_batch_tokens=256, max_queue_tokens=4096, max_tokens=1024, max_topk=32)
 
 
-def served(model, server_settings=SMALL):
-    return running(ScoringServer(model, server_settings))
+def served(model, server_settings=SMALL, port=0):
+    return running(ScoringServer(model, server_settings), port)
 
 
 @contextmanager
-def running(server):
+def running(server, port=0):
     """A real HTTP server on a free port of loopback, in a thread; yields its address."""
-    config = uvicorn.Config(server.app, port=0, log_level="error", access_log=False)
+    config = uvicorn.Config(server.app, port=port, log_level="error", access_log=False)
     http = uvicorn.Server(config)
     thread = threading.Thread(target=http.run, daemon=True)
     thread.start()
@@ -141,6 +141,24 @@ def test_the_servers_of_one_teacher_have_the_same_weights(url, two_models):
     with served(other) as second, pytest.raises(PreflightError, match="differ in weights_fingerprint") as caught:
         find_teacher(TeacherSettings(urls=[url, second]), pytest.fail)
     assert second in caught.value.where
+
+
+def test_a_server_that_comes_back_is_asked_again_unless_it_has_become_another(model, two_models):
+    with served(model) as address:
+        settings = TeacherSettings(urls=[address], max_wait=5)
+        said = []
+        teacher = find_teacher(settings, said.append).load(VOCABULARY)
+        assert len(list(teacher.score(rollouts_of(2), REQUESTS[0]))) == 2
+    port = int(address.rpartition(":")[2])
+    with served(model, port=port):
+        assert len(list(teacher.score(rollouts_of(2), REQUESTS[0]))) == 2
+    with (
+        served(ScoringModel(str(two_models[0]), None, "cpu", "float32"), port=port),
+        pytest.raises(TeacherUnavailable) as caught,
+    ):
+        list(teacher.score(rollouts_of(2), REQUESTS[0]))
+    assert "differ in weights_fingerprint" in caught.value.where
+    assert "other weights" in said[0], "it answered, and no request failed in between"
 
 
 def test_no_server_at_the_address_is_said_before_anything_is_loaded():

@@ -41,6 +41,7 @@ class RemoteTeacher:
         self._head_version = -1
         self.replicas = Replicas(settings, check=self._check, info_path="/v1/info", warn=warn)
         self.replicas.run(self.replicas.connect())
+        self.replicas.mean({wire.WEIGHTS_HEADER: self.info["weights_fingerprint"]})
         self.request_tokens = min(settings.batch_tokens, self.info["max_tokens"])
         capabilities = self.info["capabilities"]
         self.capabilities = TeacherCapabilities(

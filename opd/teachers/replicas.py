@@ -93,6 +93,10 @@ class Replicas:
         """Has the loop call a function."""
         self._loop.call_soon_threadsafe(function, *arguments)
 
+    def mean(self, headers: dict[str, str]) -> None:
+        """Sends headers with every request from now on."""
+        self._client.headers.update(headers)
+
     @property
     def room(self) -> int:
         """Requests that may be under way at the same time."""
@@ -201,8 +205,8 @@ class Replicas:
             case 503 | 429:
                 retry_after = response.headers.get("retry-after", "")
                 raise _Busy(sentence, float(retry_after) if retry_after.isdecimal() else 0.0)
-            case 502 | 504:
-                # A proxy whose server is gone.
+            case 409 | 502 | 504:
+                # Another model in its place, or a proxy whose server is gone.
                 raise _Gone(sentence)
             case status if status >= 500:
                 raise _Failed(sentence)

@@ -34,6 +34,9 @@ from opd.types import Query, TeacherScores
 TOKEN_BUCKETS = (64, 256, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 
 
+Handler = Callable[[Request], Awaitable[Response]]
+
+
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
     """What a server takes from its clients."""
@@ -99,8 +102,8 @@ class ScoringServer:
             Route("/metrics", self._guarded(self._metrics)),
             Route("/v1/info", self._guarded(self._give_info)),
             Route("/v1/tokenizer", self._guarded(self._give_tokenizer)),
-            Route("/v1/head", self._guarded(self._give_head)),
-            Route("/v1/score", self._guarded(self._score), methods=["POST"]),
+            Route("/v1/head", self._guarded(self._meant(self._give_head))),
+            Route("/v1/score", self._guarded(self._meant(self._score)), methods=["POST"]),
         ]
         self.app = Starlette(routes=routes, exception_handlers={404: _no_route, 405: _no_route})
 
@@ -129,8 +132,8 @@ class ScoringServer:
             },
         }
 
-    def _guarded(self, route: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """The route, for those who bring the token; other errors than expected become one sentence, not a traceback."""
+    def _guarded(self, route: Handler) -> Handler:
+        """The route, for those who bring the token."""
 
         async def guarded(request: Request) -> Response:
             if self.settings.token is not None and not _authorised(request, self.settings.token):
@@ -138,6 +141,17 @@ class ScoringServer:
             return await route(request)
 
         return guarded
+
+    def _meant(self, route: Handler) -> Handler:
+        """The route, for those who mean these weights, or do not say which."""
+
+        async def meant(request: Request) -> Response:
+            wanted = request.headers.get(wire.WEIGHTS_HEADER)
+            if wanted is not None and wanted != self._info["weights_fingerprint"]:
+                return _refusal(409, f"This server has other weights: those of {self.model.name}.")
+            return await route(request)
+
+        return meant
 
     async def _health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})

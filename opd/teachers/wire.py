@@ -33,6 +33,9 @@ MEDIA_TYPE = "application/vnd.opd.safetensors"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 """Files that a server hands out and a client takes, so that it can compare tokens with the student's and render prompts."""
 HEADER = "opd"
+WEIGHTS_HEADER = "OPD-Weights"
+"""HTTP header of a client: the fingerprint of the weights that it means. A server with others answers 409, for it may have been
+replaced between two requests without any of them failing."""
 HEADER_BYTES = 1 << 16
 """Bytes of a body that its header may take up besides the tensors."""
 MAX_NUMBER = 1e30

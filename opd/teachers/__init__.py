@@ -27,6 +27,10 @@ class TeacherCapabilities:
     """Its logits can be divided by loss.temperature before the log-softmax."""
     context_length: int | None
     """Tokens of prompt and completion that it can read."""
+    topk_flag: str = "--max-topk"
+    """The flag that its server is started with for a larger max_topk."""
+    no_gather_because: str = ""
+    """What its server said instead of log-probabilities at given ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,18 +94,29 @@ def query_of(rollout: Rollout, request: ScoreRequest, vocab_size: int) -> Query:
 def check_request(request: ScoreRequest, capabilities: TeacherCapabilities, name: str) -> None:
     """Raises PreflightError when the teacher cannot give what the loss needs, naming the teachers that can."""
 
-    def refuse(what: str, where: str, who: str) -> PreflightError:
-        return PreflightError(f"The teacher cannot give {what}.", where=f"{where}, {name}", fix=f"use {who}")
+    def refuse(what: str, where: str, who: str, why: str = "") -> PreflightError:
+        return PreflightError(f"The teacher cannot give {what}.", where=f"{where}, {name}", why=why, fix=f"use {who}")
 
     exact = "an in-process teacher or opd teacher serve"
     if request.kind == "full" and not capabilities.hidden:
-        raise refuse("the full vocabulary", "loss.support=full", f"{exact}, or loss.support=topk")
+        topk = "loss.support=topk" if capabilities.gather else "loss.support=topk with loss.topk.of=teacher"
+        # The baseline of the sampled loss takes the full vocabulary too.
+        where = "loss.support=full (or loss.sampled.baseline=kl)"
+        raise refuse("the full vocabulary", where, f"{exact}, or {topk}")
     if request.wants_student_ids and not capabilities.gather:
-        raise refuse("log-probabilities at the student's ids", "loss.topk.of", f"{exact}, or loss.topk.of=teacher")
+        vllm = "a vllm serve on a GPU with the V2 model runner and --enable-scale-out"
+        raise refuse(
+            "log-probabilities at the student's ids",
+            f"loss.topk.of={request.support_of}",
+            f"{exact}, {vllm}, or loss.topk.of=teacher",
+            capabilities.no_gather_because,
+        )
     most = capabilities.max_topk
     for key, k in (("loss.topk.k", request.k), ("diagnostics.k", request.diagnostics_k)):
         if most is not None and k > most:
-            raise refuse(f"{k} ids", key, f"{key}={most} or less, or start the server with a larger --max-topk")
+            raise refuse(
+                f"{k} ids", key, f"{key}={most} or less, or start the server with {capabilities.topk_flag} {k}"
+            )
     if request.temperature != 1 and not capabilities.temperature:
         raise refuse("scores at a temperature", "loss.temperature", f"{exact}, or loss.temperature=1")
 
@@ -121,7 +136,9 @@ def find_teacher(settings: TeacherSettings, warn: Callable[[str], None]) -> Teac
 
             return RemoteTeacher(settings, warn).card()
         case "vllm_server":
-            raise NotImplementedError
+            from opd.teachers.vllm_server import VllmTeacher
+
+            return VllmTeacher(settings, warn).card()
 
 
 def build_teacher(config: Config, cards: Sequence[TeacherCard], vocab_size: int) -> Scorer:

@@ -39,7 +39,14 @@ class RemoteTeacher:
         """The vocabulary that teacher and student share; set once the tokenizers have been compared."""
         self._head: Head | None = None
         self._head_version = -1
-        self.replicas = Replicas(settings, check=self._check, info_path="/v1/info", warn=warn)
+        self.replicas = Replicas(
+            settings,
+            check=self._check,
+            info_path="/v1/info",
+            media_type=wire.MEDIA_TYPE,
+            start="opd teacher serve MODEL --port 8100",
+            warn=warn,
+        )
         self.replicas.run(self.replicas.connect())
         self.replicas.mean({wire.WEIGHTS_HEADER: self.info["weights_fingerprint"]})
         self.request_tokens = min(settings.batch_tokens, self.info["max_tokens"])
@@ -120,7 +127,7 @@ class RemoteTeacher:
             fix="run the same version of opd on both sides",
         )
 
-    def _check(self, replica: Replica, response: httpx.Response) -> None:
+    async def _check(self, replica: Replica, response: httpx.Response) -> None:
         """Raises PreflightError where a server is not this teacher, or not one that can be talked to."""
         if response.status_code == 401:
             raise PreflightError(

@@ -10,7 +10,7 @@ import os
 import random
 import ssl
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, TypeVar
@@ -67,15 +67,22 @@ class Replicas:
         self,
         settings: TeacherSettings,
         *,
-        check: Callable[[Replica, httpx.Response], None],
+        check: Callable[[Replica, httpx.Response], Awaitable[None]],
         info_path: str,
+        media_type: str,
+        start: str,
         warn: Callable[[str], None],
     ) -> None:
-        """`check` raises PreflightError where a server's answer at `info_path` shows that it is another teacher."""
+        """`check` raises PreflightError where a server's answer at `info_path` shows that it is another teacher.
+
+        `media_type` is that of requests; `start` is what starts a server.
+        """
         self.settings = settings
         self.replicas = [Replica(url) for url in settings.urls]
         self._check = check
         self._info_path = info_path
+        self._media_type = media_type
+        self._start = start
         self._warn = warn
         self._jitter = random.Random()
         self._probes: set[asyncio.Task[None]] = set()
@@ -105,8 +112,9 @@ class Replicas:
     async def _open(self) -> None:
         self._changed = asyncio.Condition()
         token = os.environ.get(TOKEN_VARIABLE)
+        authorization = {"Authorization": f"Bearer {token}"} if token else {}
         self._client = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {token}"} if token else {},
+            headers={"Content-Type": self._media_type, **authorization},
             timeout=httpx.Timeout(self.settings.timeout, connect=CONNECT_SECONDS),
             # A request waits for room here and not in the connection pool.
             limits=httpx.Limits(max_connections=None),
@@ -120,17 +128,19 @@ class Replicas:
         """Asks every server who it is. Raises PreflightError where one is another teacher, or none answers."""
         for replica in self.replicas:
             try:
-                response = await self._client.get(replica.url + self._info_path)
+                await self._check(replica, await self.fetch(replica, "GET", self._info_path))
             except httpx.HTTPError as error:
                 self._lose(replica, _reason(error))
-                continue
-            self._check(replica, response)
         if not any(replica.up for replica in self.replicas):
             raise PreflightError(
                 "No teacher server answers.",
                 where=", ".join(f"{replica.url} ({replica.trouble})" for replica in self.replicas),
-                fix="start one: opd teacher serve MODEL --port 8100 (it answers when the model is loaded)",
+                fix=f"start one: {self._start} (it answers when the model is loaded)",
             )
+
+    async def fetch(self, replica: Replica, method: str, path: str, content: bytes | None = None) -> httpx.Response:
+        """Returns what one server answers, whatever it is; for `check`, which is about that server."""
+        return await self._client.request(method, replica.url + path, content=content)
 
     async def request(self, method: str, path: str, *, content: bytes | None = None, tokens: int = 0) -> bytes:
         """Returns the body of an answer of whichever server gives one.
@@ -200,20 +210,20 @@ class Replicas:
             await self._tell()
         if response.is_success:
             return response.content
-        sentence = _sentence(response)
+        said = sentence(response)
         match response.status_code:
             case 503 | 429:
                 retry_after = response.headers.get("retry-after", "")
-                raise _Busy(sentence, float(retry_after) if retry_after.isdecimal() else 0.0)
+                raise _Busy(said, float(retry_after) if retry_after.isdecimal() else 0.0)
             case 409 | 502 | 504:
                 # Another model in its place, or a proxy whose server is gone.
-                raise _Gone(sentence)
+                raise _Gone(said)
             case status if status >= 500:
-                raise _Failed(sentence)
+                raise _Failed(said)
         raise TrainingError(
             f"The teacher server refuses a request ({response.status_code}).",
             where=f"{replica.url}{path}",
-            why=sentence,
+            why=said,
             fix=f"set {TOKEN_VARIABLE} to the server's token" if response.status_code == 401 else "",
         )
 
@@ -251,7 +261,7 @@ class Replicas:
             attempt += 1
             try:
                 response = await self._client.get(replica.url + self._info_path, timeout=CONNECT_SECONDS)
-                self._check(replica, response)
+                await self._check(replica, response)
             except httpx.HTTPError as error:
                 replica.trouble = _reason(error)
             except PreflightError as error:
@@ -287,9 +297,10 @@ def _reason(error: httpx.HTTPError) -> str:
     return str(error).strip() or type(error).__name__
 
 
-def _sentence(response: httpx.Response) -> str:
-    """What the server said, in one line."""
+def sentence(response: httpx.Response) -> str:
+    """Returns what the server said, in one line; vLLM's errors are objects with a message."""
     try:
-        return str(response.json()["error"])
+        error = response.json()["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, KeyError, TypeError):
         return (response.text.strip() or response.reason_phrase).splitlines()[0][:200]

@@ -51,13 +51,13 @@ def real_process(folder, tmp_path_factory):
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     flags = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "teach", "--enable-scale-out"]
     limits = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "128", "--max-logprobs", str(MAX_LOGPROBS)]
+    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if sys.dont_write_bytecode:
+        # The server is three processes, which would all compile vLLM and torch from source: half a minute each.
+        cache = str(tmp_path_factory.mktemp("bytecode"))
+        environment |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": cache}
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, *flags, *limits],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"},
-        )
+        process = subprocess.Popen([*command, *flags, *limits], stdout=output, stderr=output, env=environment)
         yield process, f"http://127.0.0.1:{port}", log
         process.terminate()
         process.wait()

@@ -101,7 +101,7 @@ class TeacherSettings(Section):
     kind: Literal["auto", "local", "opd_server", "vllm_server"] = "auto"
     """local: in this process. opd_server: `opd teacher serve`. vllm_server: a stock `vllm serve`. auto: opd_server where there are urls, local elsewhere."""
     model: PathOrName = ""
-    """Folder or hub name of the teacher, or the URL of a scoring server. With kind: vllm_server it says where the tokenizer is."""
+    """Folder or hub name of the teacher, or the URL of a scoring server. With kind: vllm_server it says where the tokenizer is; when absent, the tokenizer is looked for where the server took its model from."""
     revision: str | None = None
     """Hub revision."""
     device: str = "auto"
@@ -109,13 +109,13 @@ class TeacherSettings(Section):
     dtype: Dtype = "auto"
     """Type of the teacher's weights. auto: bfloat16 where the processor has fast bfloat16 products, otherwise float32."""
     batch_tokens: Annotated[int, Field(ge=1)] = 8192
-    """Tokens (prompt and completion) scored in one forward pass; with a server, tokens of one request."""
+    """Tokens (prompt and completion) scored in one forward pass; with a server, tokens of one request (a vllm serve with --enable-scale-out takes one completion a request)."""
     prompt: ChatSettings | None = None
     """How prompts are rendered for the teacher; when absent the teacher sees the student's prompt ids."""
     urls: list[Url] = Field(default_factory=list)
     """Addresses of servers that serve the same teacher; requests go to the least loaded one that answers. The environment variable OPD_TEACHER_TOKEN holds their token, if they want one."""
     window: Annotated[int, Field(ge=1)] = 4
-    """Requests that are under way to each server at the same time."""
+    """Requests that are under way to each server at the same time. A vllm serve with --enable-scale-out takes one completion a request; 32 or more keep one on a GPU busy."""
     timeout: Annotated[float, Field(gt=0)] = 300.0
     """Seconds that a server may take for one request before it is asked of another."""
     max_wait: Annotated[float, Field(ge=0)] = 600.0

@@ -71,7 +71,9 @@ class VllmTeacher:
             ) from error
         vocab_size = self.served.vocab_size or highest_id(tokenizer) + 1
         name = f"{self.served.model} at {self.settings.name}"
-        return TeacherCard(name, tokenizer, vocab_size, self.capabilities.context_length, self._sharing)
+        # All that a vllm serve tells: a folder whose weights were changed keeps its name.
+        identity = {"model": self.served.model, "root": self.served.root}
+        return TeacherCard(name, tokenizer, vocab_size, self.capabilities.context_length, identity, self._sharing)
 
     def _sharing(self, vocab_size: int) -> VllmTeacher:
         self.vocab_size = vocab_size

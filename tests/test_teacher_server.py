@@ -10,44 +10,35 @@ from dataclasses import fields, replace
 import httpx
 import pytest
 import torch
-import uvicorn
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
+from serving import running
 
 from opd.attention import Prefix
-from opd.config import TeacherSettings
+from opd.config import LossSettings, TeacherSettings
 from opd.errors import ConfigError, PreflightError, TeacherUnavailable
+from opd.heads import Head
+from opd.linear_loss import head_loss
 from opd.teachers import find_teacher, query_of, wire
 from opd.teachers.batcher import Batcher, QueueFull
 from opd.teachers.scoring import PrefixCache, ScoringModel
 from opd.teachers.serve import ServeRequest, serve
 from opd.teachers.server import ScoringServer, ServerSettings
-from opd.types import Prompt, Query, Rollout, ScoreRequest, TeacherScores
+from opd.types import Prompt, Query, Rollout, ScoreRequest, Targets, TeacherScores
 
 VOCABULARY, CONTEXT = 64, 256
 SMALL = ServerSettings(max_batch_tokens=256, max_queue_tokens=4096, max_tokens=1024, max_topk=32)
 
 
-def served(model, server_settings=SMALL, port=0):
-    return running(ScoringServer(model, server_settings), port)
-
-
 @contextmanager
-def running(server, port=0):
-    """A real HTTP server on a free port of loopback, in a thread; yields its address."""
-    config = uvicorn.Config(server.app, port=port, log_level="error", access_log=False)
-    http = uvicorn.Server(config)
-    thread = threading.Thread(target=http.run, daemon=True)
-    thread.start()
-    while not http.started:
-        assert thread.is_alive()
-        threading.Event().wait(0.01)
+def served(model, server_settings=SMALL, port=0):
+    """A scoring server of the model; yields its address."""
+    server = ScoringServer(model, server_settings)
     try:
-        yield f"http://127.0.0.1:{http.servers[0].sockets[0].getsockname()[1]}"
+        with running(server.app, port) as address:
+            yield address
     finally:
-        http.should_exit = True
-        thread.join()
         server.batcher.close()
 
 
@@ -467,7 +458,7 @@ def test_a_client_that_leaves_is_dropped_from_the_queue(model, recorder):
     server = ScoringServer(model, SMALL)
     server.batcher.close()
     server.batcher = Batcher(recorder.score, max_batch_tokens=40, max_queue_tokens=400, observer=recorder)
-    with running(server) as address:
+    with running(server.app) as address:
         # Both are given up by their clients; the first is already with the model.
         for number in (1, 2):
             query = replace(job(number, 1)[0], prompt_ids=(number,))
@@ -486,7 +477,7 @@ def test_a_full_queue_is_503_with_retry_after(model, recorder):
     server = ScoringServer(model, SMALL)
     server.batcher.close()
     server.batcher = Batcher(recorder.score, max_batch_tokens=40, max_queue_tokens=20, observer=recorder)
-    with running(server) as address:
+    with running(server.app) as address:
         server.batcher.submit(job(1, 1))
         wait_for(lambda: recorder.batches)
         server.batcher.submit(job(2, 2))
@@ -518,3 +509,48 @@ def test_a_port_that_is_taken_is_said():
         taken.listen()
         with pytest.raises(ConfigError, match="cannot be listened on"):
             serve(ServeRequest("nowhere", port=taken.getsockname()[1]), pytest.fail)
+
+
+@pytest.mark.slow
+def test_a_large_vocabulary_over_the_wire_is_ninety_times_smaller_than_its_logits_and_the_loss_is_the_same(tmp_path):
+    """V = 151,936 and D = 1,536 as in Qwen2.5-1.5B, whose own tokens do not matter here; one layer is enough."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    vocabulary, width = 151_936, 1536
+    tokens = Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocabulary)}, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="t1").save_pretrained(tmp_path)
+    shape = {"hidden_size": width, "intermediate_size": 256, "num_attention_heads": 12, "num_key_value_heads": 2}
+    config = Qwen2Config(vocab_size=vocabulary, num_hidden_layers=1, tie_word_embeddings=True, **shape)
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
+
+    local = find_teacher(TeacherSettings(model=str(tmp_path), dtype="bfloat16"), pytest.fail).load(vocabulary)
+    generator = torch.Generator().manual_seed(0)
+    rollouts = []
+    for number in range(4):
+        ids = torch.randint(vocabulary, (64,), generator=generator)
+        rollouts.append(Rollout(Prompt(number, (1, 2, 3), (1, 2, 3)), 0, ids, torch.zeros(64), "length", 0))
+    request = REQUESTS[-1]
+    answers = []
+    real = wire.decode_scores
+    with served(local.scorer) as address, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "decode_scores", lambda body, queries: answers.append(body) or real(body, queries))
+        remote = find_teacher(TeacherSettings(model=address), pytest.fail).load(vocabulary)
+        ours = {item.rollout.key: item for item in remote.score(rollouts, request)}
+    theirs = {item.rollout.key: item for item in local.score(rollouts, request)}
+    received = sum(map(len, answers)) / (4 * 64)
+    assert 2 * vocabulary / received >= 90, received
+
+    student = torch.randn(64, 32, generator=generator) / 4
+    head = Head(torch.randn(vocabulary, 32, generator=generator), None, 1.0, None, vocabulary)
+    for key, item in ours.items():
+        losses = []
+        for one in (item, theirs[key]):
+            targets = Targets(
+                item.rollout.token_ids, torch.full((64,), 1 / 64), torch.zeros(64), teacher_hidden=one.scores.hidden
+            )
+            settings_ = LossSettings(support="full")
+            extra = {"rollout_temperature": 1.0, "diagnostics_k": 0}
+            losses.append(float(head_loss(student, head, targets, settings_, teacher_head=one.head, **extra)[0]))
+        assert losses[0] == pytest.approx(losses[1], abs=1e-5)

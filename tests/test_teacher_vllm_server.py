@@ -16,9 +16,10 @@ import httpx
 import pytest
 import torch
 from conftest import PADDED_TOKENS, SHARED_TOKENS, save_tiny_llama
+from serving import running
 from starlette.applications import Starlette
 from test_teacher_server import rollouts_of
-from vllm_stub import DISABLED, V1_RUNNER, VllmStub, running
+from vllm_stub import DISABLED, V1_RUNNER, VllmStub
 
 from opd.config import Config, TeacherSettings
 from opd.errors import PreflightError, TrainingError

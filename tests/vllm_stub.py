@@ -7,14 +7,11 @@ sampling_params.py, v1/engine/input_processor.py and v1/worker/gpu/sample/prompt
 from __future__ import annotations
 
 import io
-import threading
 from base64 import b64encode
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy
 import torch
-import uvicorn
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -160,19 +157,3 @@ class VllmStub:
 
 def error(status, message, kind, parameter=None):
     return JSONResponse({"error": {"message": message, "type": kind, "param": parameter, "code": status}}, status)
-
-
-@contextmanager
-def running(app):
-    """A real HTTP server on a free port of loopback, in a thread; yields its address."""
-    http = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", access_log=False))
-    thread = threading.Thread(target=http.run, daemon=True)
-    thread.start()
-    while not http.started:
-        assert thread.is_alive()
-        threading.Event().wait(0.01)
-    try:
-        yield f"http://127.0.0.1:{http.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        http.should_exit = True
-        thread.join()

@@ -108,7 +108,7 @@ def find(*urls, warn=pytest.fail, **settings):
 def build(url, **settings):
     sections = {name: settings.pop(name) for name in ("loss", "diagnostics") if name in settings}
     config = Config(teacher=TeacherSettings(kind="vllm_server", urls=[url], **settings), **sections)
-    return build_teacher(config, find_teacher(config.teacher, pytest.fail), SHARED_TOKENS)
+    return build_teacher(config, [find_teacher(config.teacher, pytest.fail)], SHARED_TOKENS)
 
 
 def by_key(teacher, rollouts, request):
